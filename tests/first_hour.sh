@@ -122,7 +122,7 @@ expect "test/accuracy" test runs/killed "${quiet[@]}"
 
 echo "== look at it, and compare"
 grep -q "MyNet" runs/own/report.html && grep -q "StayNear, Replay" runs/own/report.html
-expect "Written: both.html" report runs/own runs/killed --out both.html
+expect "Wrote both.html" report runs/own runs/killed --out both.html
 grep -q "runs/killed" both.html
 test "$(wc -c <both.html)" -lt 2000000
 

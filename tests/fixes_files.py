@@ -276,9 +276,7 @@ ROWS |= {
         {"words": "cp quickstart mine.yaml --force"},
         "or pass `--force`",
     ),
-    "killed worker process": Row(
-        run_twice, {"workers": 2}, {"workers": 1}, "with fewer `--workers`", InvalidStateError
-    ),
+    "worker that is killed": Row(run_twice, {"workers": 2}, {"workers": 1}, "use fewer `--workers`", InvalidStateError),
     "search without trials": Row(
         read_search, {"trials": None}, {"trials": 3}, "Set `trials`, or pass `--trials`", argument="trials"
     ),
@@ -372,7 +370,7 @@ ROWS |= {
         "Did you mean FedViT?",
         UnknownNameError,
     ),
-    "setting for data ls": Row(command, {"words": "data ls --seed=1"}, {"words": "data ls"}, "Leave them out"),
+    "setting for data ls": Row(command, {"words": "data ls --seed=1"}, {"words": "data ls"}, "Remove them"),
     "setting for data ls, shown": Row(
         command,
         {"words": "data ls --data.seed=1"},
@@ -386,7 +384,7 @@ ROWS |= {
         "Use `--out stream.png`",
     ),
     "table of no runs": Row(
-        table_rows, {"finished": True}, {"finished": False}, "Leave out `--finished-only`", MissingValueError
+        table_rows, {"finished": True}, {"finished": False}, "Remove `--finished-only`", MissingValueError
     ),
     "unknown method of a leaderboard": Row(
         lambda lab, text: match_names(text, ["FedAvg", "EWC"], "methods"),
@@ -400,7 +398,7 @@ ROWS |= {
         command,
         {"words": "zoo download"},
         {"words": f"zoo download {NAME}"},
-        "Pass a name of `lightning-fcl zoo ls`",
+        "Pass a name from `lightning-fcl zoo ls`",
         MissingValueError,
     ),
 }

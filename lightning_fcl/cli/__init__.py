@@ -1,4 +1,4 @@
-"""The command ``lightning-fcl``: a file for each of its commands; LightningCLI and jsonargparse do the parsing.
+"""The command ``lightning-fcl``, with one module per subcommand. LightningCLI and jsonargparse parse the recipes.
 
-What never belongs here: anything that a run in Python would miss; a command calls what the rooms below offer.
+This package must contain only what a command line needs. Features that Python programs also use are in other packages.
 """

@@ -1,4 +1,4 @@
-"""`lightning-fcl completion`: what a shell completes by."""
+"""`lightning-fcl completion`: shell completion for bash and zsh."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_fcl.cli.main import COMMANDS, Command, load_command
 from lightning_fcl.runs.paper_rows import list_recipes
 from lightning_fcl.validation import require_package
 
-_FOR_WHAT = "writes what shells complete by"
+_FOR_WHAT = "writes completion scripts"
 
 
 _RECIPES = "_lightning_fcl_recipes"
@@ -24,7 +24,7 @@ _PREAMBLE = {
 
 
 class Completion(Command):
-    """Print what a shell needs to complete commands, recipes and options.
+    """Print a script that completes commands, recipes and options.
 
     In ~/.bashrc: eval "$(lightning-fcl completion bash)"
     In ~/.zshrc, below compinit: eval "$(lightning-fcl completion zsh)"
@@ -43,12 +43,12 @@ class Completion(Command):
             load_command(class_path).arguments(commands.add_parser(name, help=summary, conflict_handler="resolve"))
         preamble = _PREAMBLE[options.shell] % (_RECIPES, " ".join(list_recipes()))
         script = shtab.complete(whole, options.shell, preamble={options.shell: preamble})
-        # zsh looks for scripts by their first line; one that is evaluated says itself what it completes.
+        # An evaluated script must call `compdef` itself, because zsh reads the first line only in files of its path.
         print(f"{script}\ncompdef _shtab_lightning_fcl lightning-fcl" if options.shell == "zsh" else script)
 
 
 class _Completed(ArgumentParser):
-    """A parser whose arguments say how they are completed, and those of its subcommands."""
+    """A parser that sets the completion of its arguments. Parsers of subcommands have the same class."""
 
     def add_argument(self, *names: Any, **settings: Any) -> Action:
         action, shtab = super().add_argument(*names, **settings), require_package("shtab", _FOR_WHAT)

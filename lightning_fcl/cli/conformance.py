@@ -1,4 +1,4 @@
-"""`lightning-fcl conformance`: try the statements of a method."""
+"""`lightning-fcl conformance`: tests of a method against the statements of its paper."""
 
 from __future__ import annotations
 
@@ -9,20 +9,18 @@ from lightning_fcl.errors import InvalidValueError
 
 
 class Conformance(Command):
-    """Try an implementation of a method against what its paper states, on a small federation.
+    """Check an implementation of a method against the statements of its paper, on a small federation.
 
-    lightning-fcl conformance FedProx          the library's
-    lightning-fcl conformance my_methods.py    every class of a file of yours that is a method, or has `implements`
-    lightning-fcl conformance my_methods.Prox  one of them, of a module that can be imported
+    lightning-fcl conformance FedProx          checks the implementation of this library
+    lightning-fcl conformance my_methods.py    checks all methods in a file, and classes with the attribute `implements`
+    lightning-fcl conformance my_methods.Prox  checks one class of a module that can be imported
     """
 
     def arguments(self, parser: ArgumentParser) -> None:
         parser.add_argument(
-            "target", metavar="METHOD_OR_FILE", help="a method's name, a Python file, or a class's path"
+            "target", metavar="METHOD_OR_FILE", help="check a method by name, a Python file, or a class path"
         )
-        parser.add_argument(
-            "--method", metavar="NAME", help="whose statements to try (default: its `implements`, or its name)"
-        )
+        parser.add_argument("--method", metavar="NAME", help="check the statements of NAME (default: `implements`)")
 
     def run(self, options: Namespace) -> None:
         from lightning_fcl.conformance import get_classes, run_statements
@@ -35,4 +33,4 @@ class Conformance(Command):
                 print(f"{kind.__name__:16} {statement}: {outcome}", flush=True)
         print(f"{num_tried - num_failed} of {num_tried} statements hold.")
         if num_failed:
-            raise InvalidValueError(f"Expected every statement to hold but {num_failed} of {num_tried} do not.")
+            raise InvalidValueError(f"Expected every statement to hold, but {num_failed} of {num_tried} do not hold.")

@@ -1,4 +1,4 @@
-"""`lightning-fcl data`: list, verify and download data sets, and show a recipe's stream."""
+"""`lightning-fcl data`: list, verify and download datasets, and show the stream of a recipe."""
 
 from __future__ import annotations
 
@@ -14,18 +14,21 @@ from lightning_fcl.runs.recipe import Recipe
 
 
 class Data(Command):
-    """Look after data sets.
+    """List, verify, download and plot datasets.
 
-    With `show`, every argument that `fit` takes can follow.
+    `clear-features` deletes the cached outputs of backbones. `show` also takes the settings of `fit`, such as
+    --data.batch_size 16.
     """
 
     takes_settings = True
 
     def arguments(self, parser: ArgumentParser) -> None:
         parser.add_argument("action", choices=("ls", "verify", "download", "show", "clear-features"))
-        parser.add_argument("names", nargs="*", help="data sets (default: all); with show: a recipe")
-        parser.add_argument("--out", type=Path, metavar="FILE.png", help="with show: a picture of who sees what when")
-        parser.add_argument("--root", help="folder of the data sets (default: $LIGHTNING_FCL_DATA)")
+        parser.add_argument("names", nargs="*", help="select datasets (default: all); with show: recipes")
+        parser.add_argument(
+            "--out", type=Path, metavar="FILE.png", help="with show: plot the samples per round and client"
+        )
+        parser.add_argument("--root", help="set the dataset folder (default: $LIGHTNING_FCL_DATA)")
 
     def run(self, options: Namespace) -> None:
         if options.action == "show":
@@ -33,9 +36,9 @@ class Data(Command):
             return
         if options.layers:
             raise InvalidValueError(
-                f"Expected no arguments of a recipe for `data {options.action}` but got "
+                f"Expected no settings of a recipe for `data {options.action}`, but got "
                 f"{shlex.join(Recipe(tuple(options.layers)).words)}.",
-                hint="Leave them out, or use `lightning-fcl data show`.",
+                hint="Remove them, or use `lightning-fcl data show`.",
             )
         from lightning_fcl.data import datasets
 
@@ -43,7 +46,7 @@ class Data(Command):
             from lightning_fcl.data.feature_cache import clear_features
 
             files, size = clear_features()
-            print(f"deleted the features of {files} sets of images, {size:,} bytes")
+            print(f"Deleted {files} files of cached features, {size:,} bytes.")
             return
         dataset_descriptions = datasets.list_datasets()
         if options.action == "ls":
@@ -60,7 +63,7 @@ class Data(Command):
                 unusable_names.append(name)
                 print(f"{name:12} {error}", file=sys.stderr)
         if unusable_names:
-            raise ValueError(f"{len(unusable_names)} of the data sets cannot be used: {', '.join(unusable_names)}.")
+            raise ValueError(f"{len(unusable_names)} of the datasets cannot be used: {', '.join(unusable_names)}.")
 
 
 def _show(options: Namespace) -> None:
@@ -70,11 +73,11 @@ def _show(options: Namespace) -> None:
 
     if options.out is not None and options.out.suffix != ".png":
         raise InvalidValueError(
-            f"Expected `--out` to be a file that ends in .png but got {options.out}.",
+            f"Expected `--out` to be a file that ends in .png, but got {options.out}.",
             hint=f"Use `--out {options.out.with_suffix('.png')}`.",
         )
     stream = load_recipe(find_recipes(options.names).with_layers(*options.layers)).datamodule
-    stream.backbone = None  # who sees what does not ask for them
+    stream.backbone = None  # The plan of a stream does not need features.
     stream.setup("fit")
     print(f"{stream}\n{describe_plan(stream.plan, stream.classes)}")
     if options.out is not None:

@@ -1,4 +1,4 @@
-"""`lightning-fcl demo`: ten digits on ten clients, with and without forgetting."""
+"""`lightning-fcl demo`: ten digits on ten clients, with and without a method against forgetting."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from lightning_fcl.runs.recipe import Recipe
 
 
 class Demo(Command):
-    """Run and compare the quickstart."""
+    """Train the quickstart, and compare it with fine-tuning."""
 
     def arguments(self, parser: ArgumentParser) -> None:
-        parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the results")
+        parser.add_argument(
+            "--out", type=Path, default=Path("runs/demo"), help="set the output folder (default: runs/demo)"
+        )
 
     def run(self, options: Namespace) -> None:
         from lightning_fcl.evaluation.comparison import compare_page, runs_by_name
@@ -40,4 +42,4 @@ class Demo(Command):
         }
         columns = list(dict.fromkeys(name for of in numbers.values() for name in of))
         print("\n" + markdown_table(["", *columns], [[label, *of.values()] for label, of in numbers.items()]))
-        print(f"\nBoth side by side: {page}; each alone: {jobs[0].out}/report.html and {jobs[1].out}/report.html")
+        print(f"\nComparison: {page}\nSingle runs: {jobs[0].out}/report.html and {jobs[1].out}/report.html")

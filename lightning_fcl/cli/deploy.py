@@ -1,4 +1,4 @@
-"""`lightning-fcl deploy`: what a deployment with Flower needs."""
+"""`lightning-fcl deploy`: deployment of a recipe on real machines with Flower."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from lightning_fcl.runs.paper_rows import find_recipes
 
 
 class Deploy(Command):
-    """A recipe on real machines, over Flower.
+    """Deploy a recipe on real machines with Flower.
 
     lightning-fcl deploy flower quickstart --out app      writes a Flower app, for `flwr run app`
-    lightning-fcl deploy split quickstart --out shares    writes what each client of the recipe would have, a file each
+    lightning-fcl deploy split quickstart --out shares    writes the data of each client to a file
     lightning-fcl deploy executor --runtime-api-address 127.0.0.1:9094 --insecure
-                                                          answers for a SuperNode that was started with
-                                                          --isolation process; takes flower-superexec's arguments
+                                                          runs the apps of a SuperNode that was started with
+                                                          --isolation process. It takes the arguments of
+                                                          flower-superexec.
     lightning-fcl deploy clock --superlink 127.0.0.1:18000 --insecure
-                                                          compares the clock of this machine with the SuperLink's
+                                                          compares the clock of this machine with the SuperLink's clock
     """
 
     takes_settings = True
@@ -27,12 +28,14 @@ class Deploy(Command):
 
     def arguments(self, parser: ArgumentParser) -> None:
         parser.add_argument("what", choices=("flower", "split", "executor", "clock"))
-        parser.add_argument("recipes", nargs="*", metavar="RECIPE", help="as `lightning-fcl fit` takes it")
-        parser.add_argument("--out", type=Path, help="folder of the files (default: app, or shares)")
-        parser.add_argument("--publisher", default="lightning-fcl", help="who publishes the app, for Flower")
-        parser.add_argument("--superlink", metavar="HOST:PORT", help="address of the SuperLink, for `clock`")
+        parser.add_argument("recipes", nargs="*", metavar="RECIPE", help="deploy this recipe: a name or a YAML file")
+        parser.add_argument("--out", type=Path, help="set the output folder (default: app or shares)")
+        parser.add_argument("--publisher", default="lightning-fcl", help="set the publisher of the Flower app")
+        parser.add_argument("--superlink", metavar="HOST:PORT", help="set the SuperLink's address, for `clock`")
         trust = parser.add_mutually_exclusive_group()
-        trust.add_argument("--root-certificates", type=Path, metavar="FILE", help="certificates to trust, for `clock`")
+        trust.add_argument(
+            "--root-certificates", type=Path, metavar="FILE", help="trust these certificates, for `clock`"
+        )
         trust.add_argument("--insecure", action="store_true", help="connect without TLS, for `clock`")
 
     def run(self, options: Namespace) -> None:
@@ -51,7 +54,7 @@ class Deploy(Command):
         kind = "*.toml" if options.what == "flower" else "*.npz"
         if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not any(out.glob(kind)))):
             raise InvalidValueError(
-                f"Expected a folder of its own at {out} but it holds something else.",
+                f"Expected {out} to be an empty folder, or the output of an earlier `deploy`, but it is not.",
                 hint="Use an empty folder with `--out`.",
             )
         from lightning_fcl.runs.fit import resolve_recipe

@@ -1,4 +1,4 @@
-"""`lightning-fcl edge-report` and `export`: what a microcontroller needs, and a model as files for it."""
+"""`lightning-fcl edge-report` and `export`: memory and time on a microcontroller, and export of a model to files."""
 
 from __future__ import annotations
 
@@ -19,27 +19,28 @@ if TYPE_CHECKING:
 
 
 class DeviceReport(Command):
-    """What a microcontroller would need to run a recipe: nothing is trained.
+    """Estimate what a recipe needs on a microcontroller, without training.
 
-    M_F is what is frozen (int8), M_T what is trained (fp32). A recipe freezes a part by declaring it:
+    M_F is the memory of frozen parameters (int8), M_T the memory of trained parameters (fp32). A recipe freezes
+    parameters with the reduction `constant`:
       trainer.strategy.init_args.reductions: {"model.backbone.*": constant}
-    Devices and links are in lightning_fcl/edge/profiles.yaml, which also says how times are estimated. A YAML file of
-    your own has the entries of one of them.
+    Devices and links are in lightning_fcl/edge/profiles.yaml, which also describes how times are estimated. Your own
+    YAML file has the entries of one device or link.
     """
 
     def arguments(self, parser: ArgumentParser) -> None:
         add = parser.add_argument
-        add("recipes", nargs="*", metavar="RECIPE.yaml", help="recipes; later ones go over earlier ones")
-        add("--config", action="append", default=[], help="a recipe, as `fit` takes it; behind the others")
-        add("--profile", default="gap9-lpm", help="device, or a YAML file of yours (default: gap9-lpm)")
-        add("--link", default="uwb-loco", help="link, or a YAML file of yours (default: uwb-loco)")
-        add("--nodes", type=int, metavar="N", help="nodes of a round (default: the recipe's, or 3)")
-        add("--samples", type=int, metavar="N", help="samples of an epoch (default: the recipe's, or 28)")
-        add("--input", metavar="1,64,48", help="shape of a sample (default: that of the recipe's data)")
-        add("--out", type=Path, help="folder for device.json and device.md (default: none)")
+        add("recipes", nargs="*", metavar="RECIPE.yaml", help="read recipes; later recipes override earlier ones")
+        add("--config", action="append", default=[], help="add a recipe that overrides the others")
+        add("--profile", default="gap9-lpm", help="set the device, by name or YAML file (default: gap9-lpm)")
+        add("--link", default="uwb-loco", help="set the link, by name or YAML file (default: uwb-loco)")
+        add("--nodes", type=int, metavar="N", help="set the nodes per round (default: from the recipe, or 3)")
+        add("--samples", type=int, metavar="N", help="set the samples per epoch (default: from the recipe, or 28)")
+        add("--input", metavar="1,64,48", help="set the shape of a sample (default: from the data)")
+        add("--out", type=Path, help="write device.json and device.md to this folder")
 
     def run(self, options: Namespace) -> None:
-        """Print what a recipe needs, by its data where nothing else is said."""
+        """Print the report. Values that are not options are computed from the data of the recipe."""
         from lightning_fcl.callbacks.pretrain import BaseSession
         from lightning_fcl.edge.report import device_report, report_text
         from lightning_fcl.models.quantization import fold_batchnorm
@@ -50,15 +51,15 @@ class DeviceReport(Command):
             shape = tuple(int(size) if size.isdecimal() else 0 for size in options.input.split(","))
             if min(shape) < 1:
                 raise InvalidValueError(
-                    f"Expected `--input` to be sizes with commas between them but got {options.input}.",
+                    f"Expected `--input` to be sizes separated by commas, but got {options.input}.",
                     hint="Write the sizes as in `--input 1,64,48`.",
                 )
         parts = load_recipe(find_recipes([*options.recipes, *options.config]))
         if any(isinstance(callback, BaseSession) for callback in parts.callbacks):
-            fold_batchnorm(parts.model)  # as the callback does before the first round
+            fold_batchnorm(parts.model)  # In a fit, the callback does this before the first round.
         samples, nodes = options.samples, options.nodes
         if not shape or samples is None or nodes is None:
-            own_shape, mean, clients = _of_data(parts, required=not shape)
+            own_shape, mean, clients = _get_data_sizes(parts, required=not shape)
             shape = shape or own_shape
             samples = mean if samples is None else samples
             nodes = clients if nodes is None else nodes
@@ -81,13 +82,19 @@ class DeviceReport(Command):
             print(write_atomic(options.out / "device.md", text))
 
 
-def _of_data(parts: LoadedRecipe, required: bool) -> tuple[tuple[int, ...], int, int]:
-    """Shape of a sample, mean samples of a client in a round, and clients of the fullest round."""
+def _get_data_sizes(parts: LoadedRecipe, required: bool) -> tuple[tuple[int, ...], int, int]:
+    """Return the shape of a sample, the mean number of samples per client and round, and the clients per round.
+
+    The number of clients is that of the round with the most clients, limited by the participation.
+
+    Raises:
+        MissingFileError: If the dataset is missing and ``required`` is True. Otherwise, defaults are returned.
+    """
     from lightning_fcl.data.batching import round_half_up
     from lightning_fcl.edge.report import NUM_NODES, SAMPLES
 
     stream = parts.datamodule
-    stream.backbone = None  # a device takes images
+    stream.backbone = None  # A device takes images, not features.
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -95,7 +102,7 @@ def _of_data(parts: LoadedRecipe, required: bool) -> tuple[tuple[int, ...], int,
     except FileNotFoundError as error:
         if required:
             raise MissingFileError(
-                f"Expected the recipe's data, for the shape of a sample, but got: {first_line(error, 500)}",
+                f"Expected the data of the recipe, to read the shape of a sample, but got: {first_line(error, 500)}",
                 hint="Pass the shape with `--input`, as in `--input 1,64,48`.",
             ) from error
         return (), SAMPLES, NUM_NODES
@@ -110,15 +117,15 @@ def _of_data(parts: LoadedRecipe, required: bool) -> tuple[tuple[int, ...], int,
 
 
 class Export(Command):
-    """Write a model as files for devices, compared with PyTorch."""
+    """Export a model to files for devices, and compare its outputs with PyTorch."""
 
     def arguments(self, parser: ArgumentParser) -> None:
+        parser.add_argument("run", type=Path, metavar="RUN", help="export this run folder, or this network of the zoo")
         parser.add_argument(
-            "run", type=Path, metavar="RUN", help="folder of a run, --out of `fit`; or a name of the zoo"
+            "--format", choices=("onnx", "executorch"), default="onnx", help="set the format (default: onnx)"
         )
-        parser.add_argument("--format", choices=("onnx", "executorch"), default="onnx", help="(default: onnx)")
-        parser.add_argument("--int8", action="store_true", help="the classifier's convolutions of 8 bits, in ONNX")
-        parser.add_argument("--out", type=Path, help="folder of the files (default: RUN/export)")
+        parser.add_argument("--int8", action="store_true", help="also write ONNX with 8-bit convolutions")
+        parser.add_argument("--out", type=Path, help="set the output folder (default: RUN/export)")
 
     def run(self, options: Namespace) -> None:
         import numpy as np
@@ -141,10 +148,10 @@ class Export(Command):
             parts = load_trained_recipe(options.run)
             model = WithoutTrainer(parts.model)
         stream = parts.datamodule
-        features = stream.setup_with_images()  # the file takes images
+        features = stream.setup_with_images()  # The exported file takes images.
 
         def inputs(rows: IntArray) -> torch.Tensor:
-            """A hundred of some samples, as the file takes them."""
+            """Return at most 100 of the samples, as the exported model takes them."""
             x: torch.Tensor = stream.get_samples(rows[:: max(1, len(rows) // 100)][:100])[0]
             return x
 
@@ -159,9 +166,9 @@ class Export(Command):
         for name, module in modules.items():
             file = (options.out or options.run / "export") / f"{name}.{ending}"
             difference = write(module, example[:8], file)
-            print(f"{file}  {file.stat().st_size} bytes, at most {difference:.1e} from PyTorch")
+            print(f"{file}  {file.stat().st_size} bytes, outputs within {difference:.1e} of PyTorch")
         if options.int8:
             file = (options.out or options.run / "export") / "classifier-int8.onnx"
             train = np.concatenate([own for clients in stream.plan.train for own in clients.values()])
             share = export_int8_onnx(modules["classifier"], inputs(train), example, file)
-            print(f"{file}  {file.stat().st_size} bytes, {share:.0%} of {len(example)} predictions as PyTorch's")
+            print(f"{file}  {file.stat().st_size} bytes, {share:.0%} of {len(example)} predictions equal to PyTorch")

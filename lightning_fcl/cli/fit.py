@@ -1,4 +1,4 @@
-"""Commands for a recipe and its run: train, test, check without training, and copy as one file of yours."""
+"""Commands for a recipe and its run: fit, test, validate (check without training) and cp (copy to one file)."""
 
 from __future__ import annotations
 
@@ -41,35 +41,35 @@ _HELPED = [
 
 
 class Fit(Command):
-    """Train what a recipe says.
+    """Train a recipe.
 
-    Every argument of the Trainer, the model and the data can follow, as in
+    Arguments of the Trainer, the model and the data override the recipe:
       lightning-fcl fit quickstart --trainer.max_epochs 3 --data.partition.num_clients 20
-      lightning-fcl fit my.yaml more.yaml     later files go over earlier ones
-      lightning-fcl fit runs/mine             goes on from that run's newest checkpoint
-      lightning-fcl fit --help=FedViT         what a class does, and its arguments
-      lightning-fcl fit --help.all            every argument
-      lightning-fcl fit --print_config        a recipe with every default
+      lightning-fcl fit my.yaml more.yaml     later files override earlier ones
+      lightning-fcl fit runs/mine             resume from the newest checkpoint of the run
+      lightning-fcl fit --help=FedViT         describe a class and its arguments
+      lightning-fcl fit --help.all            list all arguments
+      lightning-fcl fit --print_config        print the recipe with all defaults
     """
 
     takes_settings = True
 
     def arguments(self, parser: ArgumentParser) -> None:
         add = parser.add_argument
-        add("-h", "--help", nargs="?", action=_Help, metavar="CLASS", help="this, or what a class does")
-        add("--help.all", dest="help_all", action="store_true", help="every argument of the Trainer, model and data")
-        add("--print_config", nargs="?", const="", metavar="FLAGS", help="print the recipe with every default, and end")
+        add("-h", "--help", nargs="?", action=_Help, metavar="CLASS", help="show this help, or describe a class")
+        add("--help.all", dest="help_all", action="store_true", help="list all arguments of Trainer, model and data")
+        add("--print_config", nargs="?", const="", metavar="FLAGS", help="print the recipe with all defaults, and exit")
         add(
             "recipes",
             nargs="*",
             metavar="RECIPE",
-            help="a name of `lightning-fcl ls recipes`, a file, or a run's folder",
+            help="train a recipe by name or file, or resume a run folder",
         )
-        add("--config", action="append", default=[], metavar="RECIPE", help="the same")
-        add("--out", help="folder of the results (default: what the recipe says, or runs/fit)")
-        add("--seed_everything", metavar="SEED", help="seed of everything (default: 0)")
-        add("--ckpt_path", metavar="FILE", help="checkpoint to continue from")
-        add("--model.pretrained", dest="pretrained", metavar="NAME", help="network of the zoo in place of the recipe's")
+        add("--config", action="append", default=[], metavar="RECIPE", help="add a recipe")
+        add("--out", help="set the output folder (default: runs/RECIPE)")
+        add("--seed_everything", metavar="SEED", help="set the random seed (default: 0)")
+        add("--ckpt_path", metavar="FILE", help="resume from this checkpoint")
+        add("--model.pretrained", dest="pretrained", metavar="NAME", help="start from a network of the zoo")
 
     def run(self, options: Namespace) -> None:
         if options.help_all:
@@ -78,14 +78,14 @@ class Fit(Command):
         for name, value in option_values.items():
             if value == "":
                 raise MissingValueError(
-                    f"Expected a value behind `--{name}` but got none.",
-                    hint=f"Write --{name}=VALUE, or leave it out.",
+                    f"Expected a value after `--{name}`, but got none.",
+                    hint=f"Write --{name}=VALUE, or remove the option.",
                     argument=f"--{name}",
                 )
         printed = options.print_config is not None
         if continues := len(options.recipes) == 1 and is_run(Path(options.recipes[0])):
             recipe = recipe_of_run(Path(options.recipes[0]), options)
-            print(f"continues from {recipe.content()['ckpt_path']}", file=sys.stderr if printed else sys.stdout)
+            print(f"Resuming from {recipe.content()['ckpt_path']}", file=sys.stderr if printed else sys.stdout)
         else:
             recipe = find_recipes(options.recipes).with_layers(*options.layers)
         if options.pretrained:
@@ -96,7 +96,7 @@ class Fit(Command):
             recipe = recipe.with_values({"out": str(_free_folder(options))})
         elif runs and "out" not in recipe.content():
             recipe = recipe.with_values({"out": str(runs[-1])})
-        with fast_imports():  # after the errors that do not need them
+        with fast_imports():  # These imports are slow, so errors in the arguments are reported before them.
             from lightning_fcl.runs.federated_cli import FitCLI
             from lightning_fcl.runs.fit import resolved_text, run_cli
         if printed:
@@ -109,19 +109,19 @@ class Fit(Command):
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a folder is one that a fit has written to."""
+    """Return whether a folder is the output of a fit."""
     return folder.is_dir() and (folder / CONFIG).is_file()
 
 
 def recipe_of_run(folder: Path, options: Namespace) -> Recipe:
-    """Return the recipe of a run with its folder, the checkpoint to continue from, and the settings of a command."""
+    """Return the recipe of a run with its folder, its newest checkpoint and the settings of the command."""
     checkpoint = options.ckpt_path or str(get_run_checkpoint(folder))
     recipe = Recipe((folder / CONFIG,)).with_values({"ckpt_path": checkpoint, "out": str(folder)})
     return recipe.with_layers(*options.layers)
 
 
 def print_help(command: str) -> None:
-    """Print every argument that a command takes, and end."""
+    """Print all arguments of a command, and exit."""
     with fast_imports():
         from lightning_fcl.runs.federated_cli import FederatedCLI
         from lightning_fcl.runs.fit import make_cli
@@ -129,7 +129,7 @@ def print_help(command: str) -> None:
 
 
 def _free_folder(options: Namespace) -> Path:
-    """The folder of the results, or where it holds another run, the first that is free with a number behind."""
+    """Return the folder of the results. A number is appended if the folder contains another run."""
     out = options.out
     if not out:
         recipe_paths = [*map(Path, options.recipes), *(layer for layer in options.layers if isinstance(layer, Path))]
@@ -142,30 +142,30 @@ def _free_folder(options: Namespace) -> Path:
     existing_path = next(one for one in [folder, *folder.parents] if one.exists())
     if not existing_path.is_dir():
         raise InvalidValueError(
-            f"Expected a folder for results at {out} but {existing_path} is a file.",
+            f"Expected a folder for results at {out}, but {existing_path} is a file.",
             hint="Use another folder with `--out`.",
         )
     numbered = (folder.with_name(f"{folder.name}-{number}") for number in count(2))
     free = next(one for one in chain([folder], numbered) if find_run_folder(one / CONFIG) is None)
     if free != folder:
         command = shlex.join(["lightning-fcl", "fit", str(folder)])
-        print(f"{folder} holds another run, with which `{command}` goes on: this one goes to {free}.")
+        print(f"{folder} contains another run, which `{command}` resumes. This run is written to {free}.")
     return free
 
 
 def _end(out: Path) -> str:
-    """What has come out, where it is, and what can be done with it."""
+    """Return the text that is printed after a fit: metrics, path of the report, and commands for the run."""
     from lightning_fcl.evaluation.results import read_results
     from lightning_fcl.evaluation.summary import summary_metrics
 
     numbers = [f"{one.name + ':':18}{one.text:10}{one.note}" for one in summary_metrics(read_results(out))]
     folder = shlex.quote(str(out))
-    lines = [f"report:   {out / 'report.html'}", f"test it:  lightning-fcl test {folder}"]
-    return "\n".join([*numbers, *lines, f"keep it:  lightning-fcl zoo push {folder} --name my.network --to my-zoo"])
+    lines = [f"report:   {out / 'report.html'}", f"test:     lightning-fcl test {folder}"]
+    return "\n".join([*numbers, *lines, f"publish:  lightning-fcl zoo push {folder} --name my.network --to my-zoo"])
 
 
 class _Help(Action):
-    """Prints what a class does and its arguments, or what a command does and its own."""
+    """An action that prints the help of the command, or the description and arguments of a class."""
 
     def __call__(self, parser: ArgumentParser, namespace: Namespace, values: Any, option: str | None = None) -> None:
         if values is None:
@@ -175,7 +175,7 @@ class _Help(Action):
         homes = {name: package for package in _HELPED for name in public_summaries(package)}
         if short not in homes:
             hint = did_you_mean(short, homes)
-            raise UnknownNameError(f"Expected --help= and a class of lightning-fcl but got {values}.", hint=hint)
+            raise UnknownNameError(f"Expected --help= with a class of lightning-fcl, but got {values}.", hint=hint)
         target_object = getattr(import_module(homes[short]), short)
         lines = ",\n    ".join(map(str, inspect.signature(target_object).parameters.values()))
         print(f"{homes[short]}.{short}(\n    {lines},\n)\n\n{inspect.getdoc(target_object)}")
@@ -183,7 +183,10 @@ class _Help(Action):
 
 
 def _published(name: str) -> dict[str, str]:
-    """The settings that put a published network in place of a recipe's, so that ``config.yaml`` tells which it is."""
+    """Return the settings that replace the network of a recipe by a published network.
+
+    The settings contain the full name of the network, so that ``config.yaml`` records it.
+    """
     from lightning_fcl.zoo.model_entry import read_folder
     from lightning_fcl.zoo.registry import resolve_folder
 
@@ -195,31 +198,31 @@ def _published(name: str) -> dict[str, str]:
 
 
 class Test(Command):
-    """Test a run's newest checkpoint, or another."""
+    """Test the newest checkpoint of a run, or another checkpoint."""
 
     takes_settings = True
 
     def arguments(self, parser: ArgumentParser) -> None:
         add = parser.add_argument
-        add("--help.all", dest="help_all", action="store_true", help="every argument of the Trainer, model and data")
-        add("run", nargs="*", metavar="RUN", help="a run's folder: its newest checkpoint counts")
-        add("--config", action="append", default=[], metavar="RECIPE", help="the recipe of a checkpoint")
-        add("--ckpt_path", default="", metavar="FILE", help="checkpoint to test")
-        add("--out", help="folder of the run")
+        add("--help.all", dest="help_all", action="store_true", help="list all arguments of Trainer, model and data")
+        add("run", nargs="*", metavar="RUN", help="test the newest checkpoint of this run folder")
+        add("--config", action="append", default=[], metavar="RECIPE", help="set the recipe of the checkpoint")
+        add("--ckpt_path", default="", metavar="FILE", help="test this checkpoint")
+        add("--out", help="set the folder of the run")
 
     def run(self, options: Namespace) -> None:
         if options.help_all:
             print_help("test")
         if len(options.run) == 1 and not Recipe(tuple(options.layers)).files:
             recipe = recipe_of_run(Path(options.run[0]), options)
-            print(f"tests {recipe.content()['ckpt_path']}")
+            print(f"Testing {recipe.content()['ckpt_path']}")
         elif options.ckpt_path:
             recipe = (
                 find_recipes(options.run).with_layers(*options.layers).with_values({"ckpt_path": options.ckpt_path})
             )
         else:
             raise MissingValueError(
-                "Expected a checkpoint to test but got none.",
+                "Expected a checkpoint to test, but got none.",
                 hint="Pass the folder of a run, as in `lightning-fcl test runs/fit`.",
             )
         if options.out:
@@ -231,17 +234,15 @@ class Test(Command):
 
 
 class Validate(Command):
-    """Check a recipe, its data and its shapes, without training.
+    """Check a recipe, its data and its shapes without training.
 
-    Every argument that `fit` takes can follow.
+    Settings override the recipe, as in `fit`.
     """
 
     takes_settings = True
 
     def arguments(self, parser: ArgumentParser) -> None:
-        parser.add_argument(
-            "recipes", nargs="+", metavar="RECIPE", help="names of `lightning-fcl ls recipes`, or YAML files"
-        )
+        parser.add_argument("recipes", nargs="+", metavar="RECIPE", help="check these recipes: names or YAML files")
 
     def run(self, options: Namespace) -> None:
         from lightning_fcl.runs.loaded_recipe import describe_recipe
@@ -250,29 +251,29 @@ class Validate(Command):
 
 
 class Cp(Command):
-    """Write a recipe into one flat file, comments kept."""
+    """Copy a recipe and the files that it uses to one YAML file, with comments."""
 
     def arguments(self, parser: ArgumentParser) -> None:
-        parser.add_argument("recipe", metavar="RECIPE", help="a name of `lightning-fcl ls recipes`, or a YAML file")
-        parser.add_argument("file", type=Path, metavar="FILE.yaml", help="the file to write")
-        parser.add_argument("--force", action="store_true", help="write over a file that is there")
+        parser.add_argument("recipe", metavar="RECIPE", help="copy this recipe: a name or a YAML file")
+        parser.add_argument("file", type=Path, metavar="FILE.yaml", help="write to this file")
+        parser.add_argument("--force", action="store_true", help="overwrite an existing file")
 
     def run(self, options: Namespace) -> None:
         if options.file.exists() and not options.force:
             raise InvalidValueError(
-                f"Expected a new file but {options.file} is there.", hint="Use another file name, or pass `--force`."
+                f"Expected a new file, but {options.file} exists.", hint="Use another file name, or pass `--force`."
             )
         write_atomic(options.file, flatten_recipe(find_recipe(options.recipe)))
-        print(f"{options.file}: train it with {shlex.join(['lightning-fcl', 'fit', str(options.file)])}")
+        print(f"Wrote {options.file}. Train it with {shlex.join(['lightning-fcl', 'fit', str(options.file)])}")
 
 
 def flatten_recipe(row: Row) -> str:
-    """Return a recipe as one file with the same content but no folder, and with the comments of all its files."""
+    """Return a recipe as the text of one file, with the comments of all its files and without `out`."""
     yaml = YAML()
     yaml.width = 120
     yaml.preserve_quotes = True
     content = Recipe((*row.recipe.files, *map(_typed, row.recipe.settings))).content()
-    content.pop("out", None)  # The results of a file go to a folder of its own name.
+    content.pop("out", None)  # The results of the new file are written to a folder with its name.
     heads, styles = list[str](), list[Any]()
     for path in row.recipe.files:
         lines = read_text(path).split("\n")
@@ -284,20 +285,20 @@ def flatten_recipe(row: Row) -> str:
 
 
 def _typed(setting: Setting) -> Setting:
-    """Return a setting with a number, list or dictionary in place of its text, as a file has it."""
+    """Return a setting with its text converted to a number, list or dictionary, as in a file."""
     text = setting.value
     if isinstance(text, str):
-        with suppress(ValueError, YAMLError):  # Another text stays a text.
+        with suppress(ValueError, YAMLError):  # A text that is no JSON or YAML value stays a text.
             return Setting(setting.name, load_yaml(text) if text[:1] in ("{", "[") else json.loads(text))
     return setting
 
 
 def _styled(value: Any, styles: Sequence[Any]) -> Any:
-    """Return a value with the comments and the style that it has in files.
+    """Return a value with the comments and the style of the recipe files.
 
     Args:
-        value: The value: a dictionary, a list, or a plain value.
-        styles: What stands in its place in the files, later ones over earlier ones.
+        value: A dictionary, a list, or a plain value.
+        styles: The value at the same place in each file. Later files override earlier files.
     """
     if isinstance(value, Mapping):
         maps = [one for one in styles if isinstance(one, CommentedMap)]
@@ -324,14 +325,14 @@ def _styled(value: Any, styles: Sequence[Any]) -> Any:
 
 
 def _quoted(value: Any) -> Any:
-    """Return a text with quotes if it would be read as something else without, such as ``on``."""
+    """Return a text with quotes if YAML would read the unquoted text as another type, such as ``on``."""
     with suppress(YAMLError):
         return SingleQuotedScalarString(value) if isinstance(value, str) and load_yaml(value) != value else value
     return value
 
 
 def _is_same(value: Any, style: Any) -> bool:
-    """Return whether an entry of a list stands for the same in a file: it has the same class, or is equal."""
+    """Return whether a list entry in a file describes the same object: it has the same class, or is equal."""
     if isinstance(value, Mapping) and isinstance(style, Mapping) and "class_path" in value:
         return bool(value["class_path"] == style.get("class_path"))
     return bool(value == style)

@@ -1,4 +1,4 @@
-"""Runs of recipes: side by side in processes, each continued from where an interruption left it."""
+"""Runs of several recipes in parallel processes. Interrupted runs are resumed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,15 @@ _STAMP = "fingerprint"
 
 @dataclass(frozen=True)
 class Job:
-    """One run of one recipe, of its first tasks or of all: it stays the same run, which goes on to more."""
+    """A run of a recipe with a seed and a folder.
+
+    Args:
+        label: Name of the run in messages.
+        recipe: The recipe.
+        seed: Random seed.
+        out: Folder of the run.
+        tasks: Number of first tasks to train. None for all tasks. The same run can be resumed with more tasks.
+    """
 
     label: str
     recipe: Recipe
@@ -52,7 +60,7 @@ class Job:
 
     @property
     def whole_recipe(self) -> Recipe:
-        """Its recipe with its seed and folder."""
+        """The recipe with the seed and the folder of the run."""
         seeded_recipe = Recipe(self.recipe.files).with_values({"seed_everything": self.seed, "out": str(self.out)})
         return seeded_recipe.with_layers(*self.recipe.settings)
 
@@ -65,12 +73,12 @@ class Job:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def needs_run(self, results: Mapping[str, Any]) -> bool:
-        """Whether it has tasks that a run of it which has come to these results was not to train."""
+        """Return whether this job has tasks that the run with these results did not train."""
         trained: int | None = results.get("tasks")
         return trained is not None and (self.tasks is None or self.tasks > trained)
 
     def results(self) -> dict[str, Any]:
-        """What it has come to, after its first tasks if no more are asked for."""
+        """Return the results of the run, truncated to the requested first tasks."""
         results = read_results(self.out)
         if self.tasks is None or results.get("tasks") == self.tasks:
             return results
@@ -78,27 +86,28 @@ class Job:
         return results | {"record": record, "metrics": summarize(record), "tasks": self.tasks}
 
     def write_fingerprint(self, folder: Path) -> None:
+        """Write the fingerprint of this job to a folder."""
         write_atomic(folder / _STAMP, self.fingerprint)
 
     def has_written(self, folder: Path) -> bool:
-        """Whether what a folder holds is of this very job."""
+        """Return whether a folder contains a run of this job, according to its fingerprint."""
         stamp = folder / _STAMP
         return stamp.is_file() and read_bytes(stamp) == self.fingerprint.encode()
 
     @property
     def is_foreign_folder(self) -> bool:
-        """Whether its folder is of another job."""
+        """Whether the folder of this job contains a run of another job."""
         return (self.out / _STAMP).is_file() and not self.has_written(self.out)
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a run failed, as ``failure.txt`` in its folder tells.
+    """The reason why a run failed, which is stored in ``failure.txt`` in the folder of the run.
 
     Args:
-        message: The error in one line.
-        error: Class of the error. Empty without an exception.
-        code: Code of the error, as in `LightningFCLError`. Empty if the error has none.
+        message: Error message in one line.
+        error: Full name of the exception class. Empty if there was no exception.
+        code: Error code, as in `LightningFCLError`. Empty if the exception has no code.
     """
 
     message: str
@@ -107,7 +116,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
-        """Return the failure that an exception stands for."""
+        """Return the failure that describes an exception."""
         kind = type(error)
         message = textwrap.shorten(f"{kind.__name__}: {error}", 400, placeholder=" ...")
         code = error.code if isinstance(error, LightningFCLError) else ""
@@ -115,7 +124,7 @@ class Failure:
 
     @classmethod
     def read(cls, job: Job) -> Failure | None:
-        """Return why a job failed. None if it did not fail. A file of an earlier version has the message alone."""
+        """Return the failure of a job, or None if the job did not fail. Old files contain only the message."""
         file = job.out / _FAILURE
         if not job.has_written(job.out) or not file.is_file():
             return None
@@ -127,31 +136,35 @@ class Failure:
         return cls(text)
 
     def write(self, job: Job) -> None:
-        """Write the failure into the folder of a job."""
+        """Write the failure to the folder of a job."""
         write_atomic(job.out / _FAILURE, yaml.safe_dump(asdict(self), sort_keys=False, allow_unicode=True, width=500))
 
     def is_like(self, other: Failure) -> bool:
-        """Return whether both have the same class and code of the error. Unknown ones are different."""
+        """Return whether both failures have the same exception class and code. Unknown classes are never the same."""
         kind = (self.error, self.code)
         return any(kind) and kind == (other.error, other.code)
 
 
 def check_at_least_one(**arguments: int | None) -> None:
-    """Refuse an option below 1, of those that are given."""
+    """Raise an error for an option below 1. Options that are None are not checked."""
     at_least(1, **{name: number for name, number in arguments.items() if number is not None})
 
 
 def run_jobs(jobs: Sequence[Job], workers: int | None) -> None:
-    """Run jobs side by side, in a process per core or so many; each continues where an interruption left it."""
+    """Run jobs in parallel processes, and resume interrupted jobs.
+
+    Args:
+        jobs: The jobs. Finished jobs are skipped.
+        workers: Number of processes. None for one process per CPU core.
+    """
     todo = [job for job in jobs if not is_finished(job)]
     num_finished = len(jobs) - len(todo)
     if num_finished:
-        print(f"{num_finished} of {len(jobs)} runs are there already.", file=sys.stderr)
+        print(f"{num_finished} of {len(jobs)} runs are already finished.", file=sys.stderr)
 
     def so_far() -> str:
         return (
-            f"{num_finished} of {len(jobs)} runs are finished; the same command goes on with the others where they "
-            "were."
+            f"{num_finished} of {len(jobs)} runs are finished. Run the same command again to resume the remaining runs."
         )
 
     with print_resume_hint_on_stop(so_far):
@@ -164,13 +177,13 @@ def run_jobs(jobs: Sequence[Job], workers: int | None) -> None:
         with tqdm(total=len(todo), unit="run") as bar:
             for job, _ in run_parallel(run_job, todo, workers):
                 num_finished += 1
-                bar.set_description_str(f"done: {job.label}")
+                bar.set_description_str(f"finished: {job.label}")
                 bar.update()
 
 
 @contextmanager
 def print_resume_hint_on_stop(how_to_go_on: Callable[[], str]) -> Iterator[None]:
-    """Let a command that is told to stop in this block say what is finished and how to go on."""
+    """Print which runs are finished and how to resume, if the command is stopped by a signal within this block."""
     stop.how_to_go_on = how_to_go_on
     try:
         yield
@@ -183,7 +196,17 @@ def print_resume_hint_on_stop(how_to_go_on: Callable[[], str]) -> Iterator[None]
 def run_parallel(
     function: Callable[[Job], T], jobs: Sequence[Job], workers: int | None
 ) -> Generator[tuple[Job, T], None, None]:
-    """Call a function on each job, here or in several processes (None: one per core), what is done first first."""
+    """Call a function for each job, and yield the results in the order in which the jobs finish.
+
+    Args:
+        function: The function, which must be picklable.
+        jobs: The jobs.
+        workers: Number of processes. None for one process per CPU core. With 1, the jobs run in this process.
+
+    Raises:
+        InvalidStateError: If a worker process was killed.
+        Stopped: If this process received a signal. The workers have then ended.
+    """
     workers = min(workers or os.cpu_count() or 1, len(jobs))
     if workers <= 1:
         yield from ((job, function(job)) for job in jobs)
@@ -192,12 +215,13 @@ def run_parallel(
     def end_workers() -> str:
         for process in multiprocessing.active_children():
             process.terminate()
-        return "ending the workers; each run goes on from its last round."
+        return "stopping the workers. Each run can be resumed from its newest checkpoint."
 
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin_worker)
     try:
         with stop.defer_stop(end_workers):
-            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # Ctrl-C is this process's alone
+            # Only this process handles Ctrl-C.
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
             try:
                 futures: dict[Future[T], Job] = {pool.submit(function, job): job for job in jobs}
             finally:
@@ -206,13 +230,13 @@ def run_parallel(
     except BrokenProcessPool as error:
         if not stop.signal:
             raise InvalidStateError(
-                "Expected each worker to end its runs but one was killed, perhaps because memory ran out.",
-                hint="Run the same command again, with fewer `--workers` to need less memory.",
+                "Expected all workers to finish their runs, but a worker was killed, possibly because memory ran out.",
+                hint="Run the same command again. To need less memory, use fewer `--workers`.",
             ) from error
-    finally:  # not `with`: its exit would let what is still queued run to its end after an error
+    finally:  # The exit of a `with` block would run the queued jobs after an error.
         pool.shutdown(cancel_futures=True)
     if stop.signal:
-        raise Stopped(stop.signal, "the workers have ended.")
+        raise Stopped(stop.signal, "the workers have stopped.")
 
 
 def _begin_worker() -> None:
@@ -220,16 +244,16 @@ def _begin_worker() -> None:
     shorten_thread_errors()
     import torch
 
-    torch.set_num_threads(1)  # several processes with several threads each get in each other's way
+    torch.set_num_threads(1)  # Several processes with several threads each would slow each other down.
 
 
 def is_finished(job: Job) -> bool:
-    """Whether all files of a job are there and whole, and are of this very job."""
+    """Return whether the folder of a job contains a complete run of this job."""
     return job.has_written(job.out) and is_complete(job.out) and not job.needs_run(read_results(job.out))
 
 
 def run_job(job: Job) -> None:
-    """Run one job, from its newest checkpoint if the same job was interrupted."""
+    """Run a job. An interrupted run of the same job is resumed from its newest checkpoint."""
     with run_lock(job.out):
         if not job.has_written(job.out):
             start_job(job)
@@ -238,13 +262,13 @@ def run_job(job: Job) -> None:
         except (FileNotFoundError, ValueError):
             results = {"finished": False}
         if results["finished"] and not job.needs_run(results):
-            write_files(job.out)  # what is missing beside the results
+            write_files(job.out)  # Write missing files, such as the report.
         else:
             _train(job)
 
 
 def start_job(job: Job) -> None:
-    """Remove what an earlier, different run has left in a job's folder, and sign it."""
+    """Delete an earlier run of another job from the folder of a job, and write the fingerprint."""
     shutil.rmtree(job.out / "checkpoints", ignore_errors=True)
     clear_run(job.out)
     (job.out / _FAILURE).unlink(missing_ok=True)
@@ -259,12 +283,13 @@ def _train(job: Job) -> None:
         from lightning_fcl.runs.federated_cli import FederatedCLI
         from lightning_fcl.runs.fit import run_cli
 
-    # One process: runs go side by side, the result is the same on any number, and others would start this command.
+    # Use one process per run. Several runs are trained in parallel, and further processes of a run would start this
+    # command again. The results do not depend on the number of processes.
     overrides: dict[str, Any] = {"trainer.devices": 1, "trainer.num_nodes": 1}
     if checkpoint := newest_checkpoint(job.out / "checkpoints"):
         overrides["ckpt_path"] = str(checkpoint)
     if job.tasks:
         overrides["recipe.first_tasks"] = job.tasks
-    if multiprocessing.parent_process() is not None:  # the progress of several runs at once would be unreadable
+    if multiprocessing.parent_process() is not None:  # Progress bars of several runs would overwrite each other.
         overrides["trainer.enable_progress_bar"] = False
     run_cli("fit", job.whole_recipe.with_values(overrides), FederatedCLI)

@@ -1,4 +1,4 @@
-"""`lightning-fcl leaderboard`: methods under the same protocols."""
+"""`lightning-fcl leaderboard`: comparison of methods under the same protocols."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from lightning_fcl.runs.paper_rows import (
 
 
 class Leaderboard(Command):
-    """Run methods under the same protocols, and write a table and a picture of each protocol."""
+    """Train methods under the same protocols, and write a table and a chart for each protocol."""
 
     def arguments(self, parser: ArgumentParser) -> None:
         add = parser.add_argument
-        add("--protocols", help='beginnings of their names, separated by commas, as in "P4,P7" (default: all)')
-        add("--methods", help="names of methods, separated by commas (default: all)")
-        add("--seeds", type=int, default=3, metavar="N", help="seeds 0..N-1 (default: 3)")
-        add("--out", type=Path, default=Path("runs/leaderboard"), help="folder (default: runs/leaderboard)")
-        add("--workers", type=int, metavar="N", help="processes (default: one per core)")
+        add("--protocols", help='select protocols by prefix, as in "P4,P7" (default: all)')
+        add("--methods", help="select methods, separated by commas (default: all)")
+        add("--seeds", type=int, default=3, metavar="N", help="train with the seeds 0..N-1 (default: 3)")
+        add("--out", type=Path, default=Path("runs/leaderboard"), help="set the folder (default: runs/leaderboard)")
+        add("--workers", type=int, metavar="N", help="set the number of processes (default: CPU cores)")
         add(
             "--search",
             action="store_true",
-            help="search for the methods' settings, to be put into recipes/leaderboard/best",
+            help="search for the hyperparameters of the methods",
         )
-        add("--finished-only", action="store_true", help="run nothing: the tables are of the runs that are finished")
+        add("--finished-only", action="store_true", help="write the tables of finished runs, without training")
 
     def run(self, options: Namespace) -> None:
         from lightning_fcl.evaluation.charts import write_png
@@ -69,12 +69,19 @@ class Leaderboard(Command):
                 print(f"{name}\n\n{table_text}\n")
             if chart := leaderboard_chart(table, name, protocols[name]):
                 write_png(out / f"{slug(name)}.png", chart)
-        print(f"{len(runs)} runs. Table: {as_json}; pictures: {out}/*.png; of each run: {out}/*/seed-*/report.html")
+        print(f"{len(runs)} runs\nTable: {as_json}\nCharts: {out}/*.png\nRuns: {out}/*/seed-*/report.html")
 
 
 def search_settings(folder: Path, searches: Mapping[str, str], out: Path, workers: int | None) -> None:
-    """Run each method's search, a file of the folder; ``out/best`` has a recipe of each."""
-    from lightning_fcl.cli.tune import Tune  # with Optuna, which takes a second to import
+    """Run the search of each method, and write a recipe with the best settings of each method to ``out/best``.
+
+    Args:
+        folder: Folder with the search files.
+        searches: Name of the search file, by method.
+        out: Output folder.
+        workers: Number of processes. None for one process per CPU core.
+    """
+    from lightning_fcl.cli.tune import Tune  # Importing Optuna takes a second.
 
     (out / "best").mkdir(parents=True, exist_ok=True)
     tune, parser = Tune(), ArgumentParser()
@@ -87,4 +94,4 @@ def search_settings(folder: Path, searches: Mapping[str, str], out: Path, worker
         best = read_text(out / slug(method) / "best.yaml").splitlines(keepends=True)
         recipe = "".join(line for line in best if not line.startswith("#"))
         write_atomic(out / "best" / f"{slug(method)}.yaml", f"# The best of {file}. {search_command}\n{recipe}")
-    print(f"The best of each search: {out / 'best'}")
+    print(f"Best settings of each search: {out / 'best'}")

@@ -1,4 +1,4 @@
-"""`lightning-fcl ls`: the recipes, methods, models, data sets, scenarios and published networks."""
+"""`lightning-fcl ls`: lists of recipes, methods, models, datasets, scenarios and published networks."""
 
 from __future__ import annotations
 
@@ -32,25 +32,30 @@ KINDS: dict[str, Callable[[], dict[str, str]]] = {
 }
 _SAY = "In a recipe: {}: {{class_path: {}NAME, init_args: {{...}}}}. Arguments: lightning-fcl fit --help=NAME."
 _HOW = {
-    "recipes": "Train one: lightning-fcl fit NAME. Make it yours: lightning-fcl cp NAME my.yaml. Smaller: NAME@smoke.",
+    "recipes": "Train a recipe: lightning-fcl fit NAME. Copy it: lightning-fcl cp NAME my.yaml. Small run: NAME@smoke.",
     "methods": _SAY.format("trainer.callbacks", "lightning_fcl.callbacks."),
     "models": _SAY.format("model.init_args.model", "lightning_fcl.models."),
-    "datasets": "In a recipe: data.data: NAME. Is it there: lightning-fcl data verify NAME.",
+    "datasets": "In a recipe: data.data: NAME. Check the files: lightning-fcl data verify NAME.",
     "scenarios": _SAY.format("data.scenario", ""),
     "partitions": _SAY.format("data.partition", ""),
-    "metrics": "In results.json: NAME/MODEL, where MODEL is server, clients (their mean), total, or a client's id. "
+    "metrics": "In results.json: NAME/MODEL. MODEL is server, clients (mean of all clients), total, or a client's ID. "
     "In a search file: objective: NAME/MODEL.",
-    "zoo": "A card: lightning-fcl zoo info NAME. To begin with: lightning-fcl fit RECIPE --model.pretrained NAME.",
+    "zoo": "Show a card: lightning-fcl zoo info NAME. Fine-tune: lightning-fcl fit RECIPE --model.pretrained NAME.",
 }
 
 
 class Ls(Command):
-    """List what there is, a line each."""
+    """List recipes, methods, models, datasets and other items, one per line.
+
+    KIND is recipes, methods, models, datasets, scenarios, partitions, metrics or zoo.
+    """
 
     def arguments(self, parser: ArgumentParser) -> None:
-        parser.add_argument("kind", nargs="?", metavar="KIND", help=f"one of {', '.join(KINDS)} (default: how many)")
-        parser.add_argument("pattern", nargs="?", default="", help='part of a name, or a pattern such as "flwf/*-ex"')
-        parser.add_argument("--json", action="store_true", help="as JSON: what each is, by its name")
+        parser.add_argument(
+            "kind", nargs="?", metavar="KIND", help="select a kind (default: count the items of all kinds)"
+        )
+        parser.add_argument("pattern", nargs="?", default="", help='select by part of a name, or as in "flwf/*-ex"')
+        parser.add_argument("--json", action="store_true", help="print descriptions by name as JSON")
 
     def run(self, options: Namespace) -> None:
         if options.kind is None:
@@ -67,7 +72,7 @@ class Ls(Command):
         if not matching_descriptions:
             hint = did_you_mean(options.pattern, descriptions)
             raise UnknownNameError(
-                f"Expected {options.kind} whose name has {options.pattern!r} in it but there are none.", hint=hint
+                f"Expected {options.kind} with {options.pattern!r} in the name, but there are none.", hint=hint
             )
         if options.json:
             print(json.dumps(matching_descriptions, indent=1, ensure_ascii=False))

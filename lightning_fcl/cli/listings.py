@@ -1,4 +1,4 @@
-"""Listings of public names with their docstrings. They read the package's own source and import nothing of it."""
+"""Lists of public names with the first lines of their docstrings. The source is read without importing the modules."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def public_summaries(package: str, base: str = "") -> dict[str, str]:
 
     Args:
         package: Full name of the package or module, such as ``"lightning_fcl.methods"``.
-        base: Name of a class. Only its subclasses are listed. Default: all.
+        base: Name of a class. Only subclasses of this class are listed. By default, all names are listed.
 
     Example:
-        >>> public_summaries("lightning_fcl.methods", "Method")["FedProx"].startswith("Every step")
+        >>> public_summaries("lightning_fcl.methods", "Method")["FedProx"].startswith("FedProx (Li et al., 2020)")
         True
     """
     source = _source_file(package)
@@ -40,7 +40,7 @@ def public_summaries(package: str, base: str = "") -> dict[str, str]:
 
 
 def _modules_of_names(package: str) -> dict[str, str]:
-    """Return the module of each name that a package imports as itself: in its stub, or in its source if it has none."""
+    """Return the module of each public name of a package, from the stub, or from the source if there is no stub."""
     source = _source_file(package)
     stub = source.with_suffix(".pyi")
     modules: dict[str, str] = {}

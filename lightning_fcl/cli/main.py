@@ -1,4 +1,4 @@
-"""The command `lightning-fcl`: it finds the command asked for, and says in one line what was wrong."""
+"""The command `lightning-fcl`: runs subcommands, and prints errors without a traceback."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from lightning_fcl.validation import did_you_mean
 
 
 class Command(ABC):
-    """A command, whose docstring is its help: the first line above its arguments, the rest below.
+    """A subcommand. The first paragraph of its docstring is the description in its help. The rest is the epilog.
 
     Attributes:
-        takes_settings: Whether every argument that a recipe holds can follow, as in ``--data.batch_size 16``.
-        forwards_arguments: First words behind which all others are for another program.
+        takes_settings: Whether the command accepts settings of a recipe, such as ``--data.batch_size 16``.
+        forwards_arguments: First words after which all other words are passed to another program.
     """
 
     takes_settings: ClassVar[bool] = False
@@ -44,52 +44,70 @@ class Command(ABC):
 
     @abstractmethod
     def arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Tell a parser what the command takes."""
+        """Add the arguments of the command to a parser."""
 
     @abstractmethod
     def run(self, options: argparse.Namespace) -> None:
-        """Do it. ``options.words`` is the command line, ``options.layers`` the files and settings of a recipe in it."""
+        """Run the command.
+
+        Args:
+            options: Parsed arguments. ``options.words`` contains the words of the command line. ``options.layers``
+                contains the files and settings of a recipe among these words.
+        """
 
 
-# The class of a command, whose module is imported when it is asked for, and what it does.
+# The class of each subcommand and its help. The module of a class is imported only when the subcommand is used.
 COMMANDS = {
-    "ls": ("list_command.Ls", "list recipes, methods, models, data sets, scenarios, or the zoo"),
-    "cp": ("fit.Cp", "a recipe as one file of yours: lightning-fcl cp flwf/flwf-2t-ft my.yaml"),
-    "validate": ("fit.Validate", "check a recipe, its data and its shapes, without training"),
-    "fit": ("fit.Fit", "train what a recipe says:    lightning-fcl fit quickstart"),
-    "test": ("fit.Test", "test a run's model:          lightning-fcl test runs/quickstart"),
-    "report": ("report.Report", "one page of a run, or of several side by side: lightning-fcl report RUN RUN"),
-    "reproduce": ("reproduce.Reproduce", "run a paper's recipes:       lightning-fcl reproduce flwf --seeds 5"),
+    "ls": ("list_command.Ls", "list recipes, methods, models, datasets and other items"),
+    "cp": ("fit.Cp", "copy a recipe to one YAML file, to change it"),
+    "validate": ("fit.Validate", "check a recipe, its data and its shapes without training"),
+    "fit": ("fit.Fit", "train a recipe"),
+    "test": ("fit.Test", "test the model of a run"),
+    "report": ("report.Report", "write an HTML report of one or several runs"),
+    "reproduce": ("reproduce.Reproduce", "train the recipes of a paper, and write its table"),
     "leaderboard": (
         "leaderboard.Leaderboard",
-        "methods under the same protocols: lightning-fcl leaderboard --protocols P4",
+        "compare methods under the same protocols",
     ),
-    "tune": ("tune.Tune", "search for settings:         lightning-fcl tune SEARCH.yaml --trials 50"),
-    "edge-report": ("edge.DeviceReport", "what a microcontroller would need to run a recipe, without training"),
-    "export": ("edge.Export", "a run's model as ONNX:        lightning-fcl export runs/fit"),
+    "tune": ("tune.Tune", "search for the hyperparameters of a recipe"),
+    "edge-report": ("edge.DeviceReport", "estimate what a recipe needs on a microcontroller"),
+    "export": ("edge.Export", "export the model of a run to ONNX or ExecuTorch"),
     "deploy": (
         "deploy.Deploy",
-        "a recipe on real machines, over Flower: lightning-fcl deploy flower quickstart --out app",
+        "deploy a recipe on real machines with Flower",
     ),
-    "conformance": ("conformance.Conformance", "whether an implementation of a method does what its paper states"),
-    "zoo": ("zoo.Zoo", "published networks: list, verify, predict with, or publish"),
-    "demo": ("demo.Demo", "the quickstart, compared with plain fine-tuning"),
+    "conformance": ("conformance.Conformance", "check a method against the statements of its paper"),
+    "zoo": ("zoo.Zoo", "list, verify, use and publish pretrained networks"),
+    "demo": ("demo.Demo", "train the quickstart, and compare it with fine-tuning"),
     "data": (
         "data.Data",
-        "list, verify or download data sets, or show who sees what when: lightning-fcl data show quickstart",
+        "list, verify, download and plot datasets",
     ),
-    "completion": ("completion.Completion", 'completion in bash or zsh:  eval "$(lightning-fcl completion bash)"'),
+    "completion": ("completion.Completion", "print a completion script for bash or zsh"),
 }
 _FORESEEN = (LightningFCLError, ValueError, OSError, ModuleNotFoundError)
 EPILOG = """
-`lightning-fcl COMMAND --help` tells more.
-Data sets lie below $LIGHTNING_FCL_DATA (default ~/.cache/lightning-fcl/data).
-A `class_path` may name a class in a file of the working directory, as in my_model.MyNet.
+examples:
+  lightning-fcl fit quickstart
+  lightning-fcl test runs/quickstart
+  lightning-fcl report RUN RUN
+  lightning-fcl cp flwf/flwf-2t-ft my.yaml
+  lightning-fcl reproduce flwf --seeds 5
+  lightning-fcl leaderboard --protocols P4
+  lightning-fcl tune SEARCH.yaml --trials 50
+  lightning-fcl export runs/fit
+  lightning-fcl deploy flower quickstart --out app
+  lightning-fcl data show quickstart
+  eval "$(lightning-fcl completion bash)"
+
+`lightning-fcl COMMAND --help` shows the options of a command.
+Datasets are stored in $LIGHTNING_FCL_DATA (default: ~/.cache/lightning-fcl/data).
+A `class_path` can name a class in a file of the working directory, as in my_model.MyNet.
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command line."""
+    """Run a command line and exit with its status."""
     _open_standard_streams()
     try:
         try:
@@ -115,24 +133,24 @@ def _run_command(arguments: Sequence[str] | None) -> None:
         formatter_class=raw,
     )
     parser.add_argument("--version", action="version", version=f"lightning-fcl {__version__}")
-    parser.add_argument("command", metavar="COMMAND", help="one of those below")
+    parser.add_argument("command", metavar="COMMAND", help="select a command from the list below")
     if not words:
         parser.print_help()
         return
     command = parser.parse_args(words[:1]).command
     if command not in COMMANDS:
         hint = did_you_mean(command, COMMANDS)
-        parser.error(f"Expected COMMAND to be one of {', '.join(COMMANDS)} but got {command}.{hint}")
+        parser.error(f"Expected COMMAND to be one of {', '.join(COMMANDS)}, but got {command}.{hint}")
     if sys.flags.optimize > 1:
-        message = "Expected Python with docstrings, from which charts and options are made, but got PYTHONOPTIMIZE=2."
+        message = "Expected Python with docstrings, which charts and options need, but got PYTHONOPTIMIZE=2."
         parser.exit(2, f"lightning-fcl: error: {message} Unset PYTHONOPTIMIZE, or set it to 1.\n")
-    # Recipes name classes of the working directory, as under `python -m`; workers take it over. It comes last: a file
-    # there stands in for no module that is installed. The recipe's own folder does not count, so that a `config.yaml`
-    # means what the recipe meant.
+    # Recipes can name classes of modules in the working directory, as under `python -m`. Workers inherit this path. The
+    # path comes last, so that its files do not shadow installed modules. The folder of the recipe is not added, so that
+    # the `config.yaml` of a run imports the same modules as the recipe.
     try:
         working_folder = str(Path.cwd())
     except FileNotFoundError:
-        parser.exit(2, "lightning-fcl: error: Expected a working directory, but it was deleted. Go to another one.\n")
+        parser.exit(2, "lightning-fcl: error: Expected a working directory, but it was deleted. Use another one.\n")
     if working_folder not in sys.path:
         sys.path.append(working_folder)
     command_parser = argparse.ArgumentParser(
@@ -141,7 +159,7 @@ def _run_command(arguments: Sequence[str] | None) -> None:
     with stop.installed():
         try:
             with private_temporary_folder(), ExitStack() as exit_stack:
-                # Only the first of a federation's processes says what the command says; launchers number as PyTorch's.
+                # Only rank 0 prints. The variables of the rank are those that PyTorch and Slurm set.
                 if any(os.environ.get(name, "0") != "0" for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID")):
                     exit_stack.enter_context(redirect_stdout(exit_stack.enter_context(open(os.devnull, "w"))))
                 selected_command = load_command(COMMANDS[command][0])
@@ -155,7 +173,7 @@ def _run_command(arguments: Sequence[str] | None) -> None:
                 elif selected_command.takes_settings:
                     rest, layers = take_settings(words[1:], command_parser._option_string_actions)
                 for file in Recipe(tuple(layers)).files:
-                    read_recipe_file(file)  # before anything is printed or imported
+                    read_recipe_file(file)  # Report an unreadable recipe before anything is printed or imported.
                 if selected_command.takes_settings:
                     _set_matplotlib_folder()
                 options = command_parser.parse_args(rest, argparse.Namespace(words=words[1:], layers=layers))
@@ -163,27 +181,29 @@ def _run_command(arguments: Sequence[str] | None) -> None:
             _flush()
         except Stopped as stopped:
             parser.exit(128 + stopped.number, f"lightning-fcl: {stopped.message}\n")
-        except BrokenPipeError:  # who reads the output, such as `head`, wants no more of it
+        except BrokenPipeError:  # The reader of the output, such as `head`, has ended.
             _drop_output()
             parser.exit(128 + signal.SIGPIPE)
         except Exception as error:
             foreseen = isinstance(error, _FORESEEN)
             if stop.signal and not foreseen:
-                # What was still to be done, with processes that were told to stop as well, has come to no end.
-                exit_now(stop.signal, "stopped in the midst of a round. Go on from the newest checkpoint.")
+                # The error may be a consequence of the signal, because other processes received it, too.
+                exit_now(stop.signal, "stopped during a round. Resume from the newest checkpoint.")
             if os.environ.get("LIGHTNING_FCL_TRACEBACK"):
                 raise
             if isinstance(error, MemoryError) or match_error(error, LibraryError.NO_MEMORY):
-                need = "Expected more memory, but the machine or a limit has none left. Raise the limit (ulimit -v)"
+                need = (
+                    "Expected more memory, but none is left on this machine or within its limit. Raise it (ulimit -v)"
+                )
                 parser.exit(2, f"lightning-fcl: error: {need}, or use fewer --workers or a smaller `batch_size`.\n")
             if not foreseen:
                 parser.exit(1, _write_traceback(error, words))
-            traceback_hint = "(LIGHTNING_FCL_TRACEBACK=1 shows where it came from.)"
+            traceback_hint = "(Set LIGHTNING_FCL_TRACEBACK=1 to see the traceback.)"
             parser.exit(2, _without_secrets(f"lightning-fcl: error: {error}\n{traceback_hint}\n", words))
 
 
 def _open_standard_streams() -> None:
-    """Open the null device in place of a standard stream that is closed, so that no other file takes its number."""
+    """Open the null device in place of each closed standard stream, so that no other file gets its descriptor."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             mode = "w" if number else "r"
@@ -195,7 +215,7 @@ def _open_standard_streams() -> None:
 
 
 def _set_matplotlib_folder() -> None:
-    """Let Matplotlib, which other packages import, write to the cache, unless the user has settings for it."""
+    """Set the configuration folder of Matplotlib to the cache, unless the user has configured Matplotlib."""
     if "MPLCONFIGDIR" in os.environ or Path("~/.config/matplotlib").expanduser().exists():
         return
     folder = cache_folder() / "matplotlib"
@@ -208,12 +228,12 @@ def _set_matplotlib_folder() -> None:
 
 
 def _drop_output() -> None:
-    """Send the rest of the output to the null device. Otherwise, Python fails to write it when the process ends."""
+    """Redirect the remaining output to the null device. Otherwise Python fails to write it when the process ends."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _flush() -> None:
-    """Write what was printed.
+    """Write buffered output.
 
     Raises:
         BrokenPipeError: If the reader of the output, such as ``head``, has ended.
@@ -226,19 +246,19 @@ def _flush() -> None:
     except OSError as error:
         _drop_output()
         raise FileAccessError(
-            f"Expected to write to standard output but got: {error}.", hint="Redirect the output to another file."
+            f"Expected to write to standard output, but got: {error}.", hint="Redirect the output to another file."
         ) from error
 
 
 def load_command(path: str) -> Command:
-    """The command of a class, as in ``show.Ls``."""
+    """Return the command with a class path relative to `lightning_fcl.cli`, such as ``list_command.Ls``."""
     module, _, name = path.partition(".")
     command: Command = getattr(import_module(f"lightning_fcl.cli.{module}"), name)()
     return command
 
 
 def _write_traceback(error: Exception, words: Sequence[str]) -> str:
-    """Return the message about an unexpected error: where it was raised, where its traceback is, and what to do."""
+    """Write the traceback of an unexpected error to a file, and return the message about the error."""
     environment = f"lightning-fcl {__version__}, Python {platform.python_version()}, {platform.platform()}"
     with tempfile.NamedTemporaryFile(
         "w", prefix="lightning-fcl-error-", suffix=".txt", delete=False, encoding="utf-8"
@@ -249,13 +269,13 @@ def _write_traceback(error: Exception, words: Sequence[str]) -> str:
     origin = _origin(error)
     return (
         f"lightning-fcl: error: an unexpected {type(error).__name__}: {_without_secrets(first_line(error), words)}\n"
-        f"It was raised in {origin.filename}, line {origin.lineno}. Its traceback is in {file.name}. If the file is "
+        f"It was raised in {origin.filename}, line {origin.lineno}. Its traceback is in {file.name}. If this code is "
         "yours, correct it. Otherwise please report it as an issue of lightning-fcl, with the traceback.\n"
     )
 
 
 def _origin(error: Exception) -> traceback.FrameSummary:
-    """Return the place of an error: the last one in a file of the user, or the last one if no such file is involved."""
+    """Return the last frame of a traceback in a file of the user, or the last frame if there is no such file."""
     frames = traceback.extract_tb(error.__traceback__)
     installed = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")] + [
         str(Path(__file__).parents[1])
@@ -269,11 +289,11 @@ def _origin(error: Exception) -> traceback.FrameSummary:
 
 
 def _without_secrets(text: str, words: Sequence[str]) -> str:
-    """Return a text with names in place of the secrets in the words of a command and in its recipes."""
+    """Return a text in which the secrets of the command line and its recipes are replaced by names of variables."""
     secrets = words_without_secrets(words)[1]
     for word in words:
         path = Path(word.partition("=")[2] if word.startswith("--config=") else word)
-        with suppress(OSError, ValueError):  # a word that names no recipe
+        with suppress(OSError, ValueError):  # The word does not name a recipe.
             secrets += secrets_of(read_recipe_file(path / CONFIG if path.is_dir() else path))
     return text_without_secrets(text, secrets)
 

@@ -1,4 +1,4 @@
-"""`lightning-fcl report`: pages of finished runs."""
+"""`lightning-fcl report`: HTML reports of finished runs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from lightning_fcl.io.atomic import write_atomic
 
 
 class Report(Command):
-    """Write report.html of a run; of several, one page with all of them side by side."""
+    """Write report.html of a run, or one report that compares several runs."""
 
     def arguments(self, parser: ArgumentParser) -> None:
-        parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, or one that holds runs")
+        parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="read a run folder, or a folder of runs")
         parser.add_argument(
-            "--out", type=Path, metavar="FILE", help="the page (default: report.html in the only folder)"
+            "--out", type=Path, metavar="FILE", help="write to FILE (default: report.html in the folder)"
         )
 
     def run(self, options: Namespace) -> None:
@@ -26,7 +26,7 @@ class Report(Command):
         runs = find_runs(options.runs)
         single_folder = options.runs[0] if len(options.runs) == 1 else None
         if runs == [single_folder] and options.out is None:
-            print(f"Written: {write_files(runs[0])}")
+            print(f"Wrote {write_files(runs[0])}")
             return
         table = (
             read_table(single_folder / "table.json")
@@ -35,4 +35,4 @@ class Report(Command):
         )
         out: Path = options.out or (single_folder or Path("runs")) / "report.html"
         out.parent.mkdir(parents=True, exist_ok=True)
-        print(f"Written: {write_atomic(out, compare_page(runs_by_name(runs), table))}")
+        print(f"Wrote {write_atomic(out, compare_page(runs_by_name(runs), table))}")

@@ -1,4 +1,4 @@
-"""`lightning-fcl reproduce`: the runs and the table of a paper."""
+"""`lightning-fcl reproduce`: training the recipes of a paper, and its table."""
 
 from __future__ import annotations
 
@@ -28,43 +28,43 @@ from lightning_fcl.validation import did_you_mean
 
 
 class Reproduce(Command):
-    """Run a paper's recipes, over seeds, to one table and its figures.
+    """Train the recipes of a paper over several seeds, and write its table and figures.
 
-    Finished runs that lie beside a paper's recipes are taken in place of running them again: ``recipes/PAPER/SCALE/``
-    (``recipes/PAPER/`` for the paper's own scale) has them as ``--out`` has, each with ``results.json`` and its
-    fingerprint.
+    Runs in the recipe folder are reused if their fingerprint (recipe, seed and version) is the same. The folder is
+    recipes/PAPER/SCALE, or recipes/PAPER for the scale "paper". It contains the same files as --out: one folder per run
+    with results.json and the fingerprint.
     """
 
     def arguments(self, parser: ArgumentParser) -> None:
         add = parser.add_argument
-        add("paper", help="name of a folder of recipes, as in: flwf")
-        add("--rows", help="rows of the paper's table, separated by commas (default: all)")
-        add("--seeds", type=int, default=1, metavar="N", help="seeds 0..N-1 (default: 1)")
+        add("paper", help="select the paper: a folder of recipes such as flwf")
+        add("--rows", help="select rows of the table, separated by commas (default: all)")
+        add("--seeds", type=int, default=1, metavar="N", help="train with the seeds 0..N-1 (default: 1)")
         add(
             "--scale",
             choices=("smoke", "small", "medium", "paper"),
             default="paper",
-            help="size of the runs (default: paper)",
+            help="set the size of the runs (default: paper)",
         )
         add(
             "--tasks",
             type=int,
             metavar="N",
-            help="first tasks of each run (default: all); the same run goes on to more",
+            help="train only the first N tasks; a later run can resume",
         )
-        add("--out", type=Path, help="folder of the results (default: runs/PAPER-SCALE)")
-        add("--workers", type=int, metavar="N", help="processes (default: one per core)")
-        add("--finished-only", action="store_true", help="run nothing: the table is of the runs that are finished")
+        add("--out", type=Path, help="set the output folder (default: runs/PAPER-SCALE)")
+        add("--workers", type=int, metavar="N", help="set the number of processes (default: CPU cores)")
+        add("--finished-only", action="store_true", help="write the table of finished runs, without training")
         add(
             "--commit-runs",
             action="store_true",
-            help="keep the runs beside the recipes, where the same command takes them from",
+            help="copy the runs to the recipe folder, to reuse them",
         )
 
     def run(self, options: Namespace) -> None:
-        """Run a paper's recipes and write their table: what is finished already, or kept beside them, is not run again.
+        """Train the recipes of a paper and write its table. Finished runs and reusable runs are not trained again.
 
-        The table has the metrics of which the paper tells a number, and those that ``rows.yaml`` lists.
+        The table contains the metrics with a number in the paper, and the metrics listed in ``rows.yaml``.
         """
         paper, seeds, scale, workers = options.paper, options.seeds, options.scale, options.workers
         folder = paper_folder(paper)
@@ -91,7 +91,7 @@ class Reproduce(Command):
                 command = _command(paper, scale, job.seed + 1, name, options.tasks)
                 write_results(target, read_results(job.out) | {"command": command}, indent=None)
                 job.write_fingerprint(target)
-                print(f"Kept: {target}")
+                print(f"Copied the run to {target}")
 
 
 def run_rows(
@@ -104,7 +104,23 @@ def run_rows(
     workers: int | None,
     only_finished: bool,
 ) -> dict[str, list[Job]]:
-    """The runs of a paper's rows, or of the rows asked for: finished, kept beside the recipes, or else run now."""
+    """Train rows of a paper's table, and return the runs by row.
+
+    Finished runs, and runs in the recipe folder with the same fingerprint, are not trained again.
+
+    Args:
+        folder: Recipe folder of the paper.
+        row_names: Rows to train. None for all rows.
+        scale: Scale of the runs.
+        seeds: Number of seeds.
+        tasks: Number of first tasks to train. None for all tasks.
+        out: Output folder.
+        workers: Number of processes. None for one process per CPU core.
+        only_finished: Whether to return only finished runs, without training.
+
+    Raises:
+        MissingValueError: If ``only_finished`` is True and no run is finished.
+    """
     jobs: dict[str, list[Job]] = {}
     for name, row in paper_rows(folder, row_names, scale).items():
         recipe, row_folder = replace(row, configs=scaled_configs(row.configs, scale)).recipe, out / row.slug
@@ -121,8 +137,8 @@ def run_rows(
         }
         if not jobs:
             raise MissingValueError(
-                f"Expected finished runs in {out} or {committed_folder} but there are none.",
-                hint="Leave out `--finished-only`, which trains the runs.",
+                f"Expected finished runs in {out} or {committed_folder}, but there are none.",
+                hint="Remove `--finished-only`, to train the runs.",
             )
     run_jobs([job for runs in jobs.values() for job in runs], workers)
     return jobs
@@ -131,7 +147,7 @@ def run_rows(
 def _command(
     paper: str, scale: str, seeds: int, rows: str | None, tasks: int | None, only_finished: bool = False
 ) -> str:
-    """The command line that comes to the same numbers."""
+    """Return the command line that reproduces the table."""
     words = ["--rows", rows] if rows else []
     words += ["--scale", scale] if scale != "paper" else []
     words += ["--tasks", str(tasks)] if tasks else []
@@ -145,8 +161,9 @@ def _write(
     results: Mapping[str, list[dict[str, Any]]],
     figures: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Write the table and the figures of some rows, and print their paths."""
-    from lightning_fcl.evaluation.comparison import compare_page  # here and below: what draws takes time to import
+    """Write the table and the figures, and print their paths."""
+    # Modules that draw figures are imported here, because their import is slow.
+    from lightning_fcl.evaluation.comparison import compare_page
     from lightning_fcl.evaluation.paper_figures import write_figures
 
     all_results = [one for runs in results.values() for one in runs]
@@ -156,14 +173,11 @@ def _write(
     if figure_paths:
         print(f"Figures: {', '.join(map(str, figure_paths))}")
     page = write_atomic(out / "report.html", compare_page(results, table))
-    print(
-        f"{len(all_results)} runs. Table: {markdown} and {as_json}; all in one page: {page}; of each run: "
-        f"{out}/*/seed-*/report.html"
-    )
+    print(f"{len(all_results)} runs\nTable: {markdown} and {as_json}\nReport: {page}\nRuns: {out}/*/seed-*/report.html")
 
 
 def reuse_committed_runs(jobs: Sequence[Job], out: Path, committed: Path) -> None:
-    """Bring kept runs of the same fingerprint to where those of jobs that are not finished would be."""
+    """Copy runs with the same fingerprint from the recipe folder to the folders of unfinished jobs."""
     number = 0
     for job in jobs:
         source, reason = committed / job.out.relative_to(out), ""
@@ -172,24 +186,34 @@ def reuse_committed_runs(jobs: Sequence[Job], out: Path, committed: Path) -> Non
         try:
             results = read_results(source)
             if not job.has_written(source):
-                reason = f"Expected {source} to be of this recipe, seed and version but its fingerprint is another."
+                reason = f"Expected a run of this recipe, seed and version in {source}, but its fingerprint differs."
             elif job.needs_run(results):
-                reason = f"Expected {source} to be of all tasks that are asked for but it is of {results['tasks']}."
+                reason = f"Expected a run of all requested tasks in {source}, but it has only {results['tasks']}."
         except ValueError as error:
             reason = str(error)
         if reason:
-            print(f"{job.label} is run anew: {reason}", file=sys.stderr)
+            print(f"{job.label} is trained again: {reason}", file=sys.stderr)
             continue
         start_job(job)
         write_results(job.out, results)
         write_files(job.out)
         number += 1
     if number:
-        print(f"{number} of {len(jobs)} runs are taken from {committed}.", file=sys.stderr)
+        print(f"Reused {number} of {len(jobs)} runs from {committed}.", file=sys.stderr)
 
 
 def match_names(text: str | None, known_names: list[str], argument_name: str, beginnings: bool = False) -> list[str]:
-    """The known names that are asked for, by their beginnings if so; all of them if none are."""
+    """Return the known names in a list separated by commas, or all known names if there is no list.
+
+    Args:
+        text: The list. None for all known names.
+        known_names: The known names.
+        argument_name: Name of the argument in error messages.
+        beginnings: Whether the list may contain prefixes of names.
+
+    Raises:
+        UnknownNameError: If no known name matches.
+    """
     if text is None:
         return known_names
     selected_names: list[str] = []
@@ -197,7 +221,7 @@ def match_names(text: str | None, known_names: list[str], argument_name: str, be
         fits = [name for name in known_names if name == word or (beginnings and name.startswith(word))]
         if not fits:
             raise UnknownNameError(
-                f"Expected `{argument_name}` among {', '.join(known_names)} but got {word}.",
+                f"Expected `{argument_name}` to be among {', '.join(known_names)}, but got {word}.",
                 hint=did_you_mean(word, known_names),
                 argument=argument_name,
                 value=word,

@@ -1,8 +1,8 @@
-"""What a search file of `lightning-fcl tune` says, and how settings become a recipe.
+"""Search files of `lightning-fcl tune`, and conversion of hyperparameters into a recipe.
 
-Settings are named by their path in the recipe, as in ``model.init_args.optimizer.init_args.lr``. Callbacks stand in a
-list, where such paths do not reach: ``trainer.callbacks.Replay.memory_size`` is the argument ``memory_size`` of the
-recipe's one callback of the class ``Replay``.
+Hyperparameters are named by their path in the recipe, such as ``model.init_args.optimizer.init_args.lr``. The path of
+an argument of a callback contains the name of the class: ``trainer.callbacks.Replay.memory_size`` is the argument
+``memory_size`` of the callback ``Replay``.
 """
 
 from __future__ import annotations
@@ -30,15 +30,23 @@ from lightning_fcl.validation import at_least, one_of
 
 @dataclass(frozen=True)
 class Search:
-    """What a search file says, of one of its cases and perhaps for a row.
+    """A search file, with the selected case and row.
 
     Args:
-        space: For each path in the recipe a list of choices, or ``{low, high}`` with ``step`` or ``log``.
-        variants: Settings that stay as they are in a search of their own, for each case by its name.
-        direction: Direction of the better values. Default: that of the metric.
-        scale: The scale of the row of ``rows.yaml`` whose settings are searched for, if it is one.
-        recipe: The recipe that is searched: that of a row, and the files of ``configs``.
-        points: The grid, where it is not that of the space.
+        configs: Recipe files, relative to the search file. Later files override earlier files.
+        objective: Name of the metric to optimize, as in ``results.json``.
+        space: For each path in the recipe, a list of choices, or ``{low, high}`` with ``step`` or ``log``.
+        trials: Number of trials. The grid sampler runs the whole grid by default.
+        sampler: Sampler of the hyperparameters.
+        seeds: Number of seeds per trial. The objective is the mean over the seeds.
+        direction: Direction of better values. By default, the direction of the metric.
+        eval_split: Samples for the objective.
+        variants: Fixed settings of separate searches, by the name of the case.
+        first_seed: First seed of each trial.
+        scale: Scale of the row in ``rows.yaml``, if a row is searched.
+        recipe: The recipe whose hyperparameters are searched: the recipe of the row, and the files of ``configs``.
+        case: Name of the selected case of ``variants``.
+        points: Points of the grid from another search. By default, the grid of ``space``.
     """
 
     configs: list[str]
@@ -61,14 +69,14 @@ class Search:
         at_least(0, first_seed=self.first_seed)
         if self.trials is None and self.sampler != "grid":
             raise MissingValueError(
-                f"Expected `trials`, the number of trials of the {self.sampler} sampler, but got none.",
+                f"Expected `trials` for the {self.sampler} sampler, but got none.",
                 hint="Set `trials`, or pass `--trials`.",
                 argument="trials",
             )
         if not self.space:
             raise MissingValueError(
-                "Expected `space` to have a line for each setting but got none.",
-                hint="Write a line for each setting to search for, as in `space: {data.batch_size: [16, 32]}`.",
+                "Expected `space` to contain at least one hyperparameter, but got none.",
+                hint="Write a line for each hyperparameter, as in `space: {data.batch_size: [16, 32]}`.",
                 argument="space",
             )
         one_of(self.variants or (None,), case=self.case)
@@ -76,17 +84,17 @@ class Search:
             object.__setattr__(self, "direction", self._metric_direction())
         if twice := sorted({*self.case_overrides} & {*self.space}):
             raise InvalidValueError(
-                f"Expected settings in `space` or in `variants` but got {twice[0]} in both.",
+                f"Expected settings in `space` or in `variants`, but got {twice[0]} in both.",
                 hint=f"Remove {twice[0]} from one of them.",
             )
-        _ = self.distributions  # refuses a line that is not understood
+        _ = self.distributions  # Raises an error for an invalid line of `space`.
 
     def _metric_direction(self) -> str:
         metric = find_metric(self.objective)
         if metric is None:
             raise MissingValueError(
-                f"Expected `direction` of the objective {self.objective}, which is no metric of "
-                "`lightning-fcl ls metrics`, but got none.",
+                f"Expected `direction` for the objective {self.objective}, which `lightning-fcl ls metrics` does not "
+                "list, but got none.",
                 hint="Set `direction: maximize`, or `direction: minimize`.",
                 argument="direction",
             )
@@ -94,16 +102,25 @@ class Search:
 
     @classmethod
     def read(cls, path: Path, trials: int | None = None, case: str | None = None, row: str | None = None) -> Search:
-        """Read a search file, perhaps with another number of trials.
+        """Read a search file.
 
-        A row of the ``rows.yaml`` beside it comes before ``configs``, but for settings that are searched for.
+        Args:
+            path: The search file.
+            trials: Number of trials, which overrides that of the file.
+            case: Case of ``variants``.
+            row: Row of the ``rows.yaml`` in the same folder. The files of ``configs`` override the recipe of the row.
+                Settings of the row that are searched or fixed by the case are ignored.
+
+        Raises:
+            InvalidValueError: If the file does not contain values by name, or is a recipe.
+            MissingValueError: If a recipe of ``configs`` does not exist.
         """
         content = read_yaml(path)
         if not isinstance(content, dict):
-            raise InvalidValueError(f"Expected {path} to hold values by name but got {content}.")
+            raise InvalidValueError(f"Expected {path} to contain values by name, but got {content}.")
         if {*SECTIONS} & {*content}:
             raise InvalidValueError(
-                f"Expected {path} to be a search file but got a recipe.",
+                f"Expected {path} to be a search file, but got a recipe.",
                 hint=f"Write a search file with `configs: [{path.name}]`, `objective` and `space`, as in "
                 "`lightning-fcl tune --help`.",
                 value=path,
@@ -114,7 +131,7 @@ class Search:
         )
         if not all(isinstance(one, dict) for one in (space, *variants.values())):
             raise InvalidValueError(
-                f"Expected `space`, and each of `variants`, in {path} to hold settings by name.", argument="space"
+                f"Expected `space` and each entry of `variants` in {path} to be mappings of settings.", argument="space"
             )
         if isinstance(content.get("configs"), str):
             content["configs"] = [content["configs"]]
@@ -124,7 +141,7 @@ class Search:
         recipes = tuple(path.parent / name for name in search.configs)
         if missing := [str(recipe) for recipe in recipes if not recipe.is_file()]:
             raise MissingValueError(
-                f"Expected the recipes of `configs` beside {path} but there is no {', '.join(missing)}.",
+                f"Expected the recipes of `configs` in the folder of {path}, but there is no {', '.join(missing)}.",
                 hint="Write their paths relative to the folder of the search file.",
             )
         if row is None:
@@ -134,7 +151,10 @@ class Search:
         return replace(search, recipe=Recipe((*paper_row.configs, *recipes, *settings)))
 
     def load_trials(self, file: Path) -> Search:
-        """The same search with the best settings of another one over the same space, by its ``trials.csv``."""
+        """Return this search with the trials of another search over the same space, from its ``trials.csv``.
+
+        The trials are tried in the order of their objective, the best first.
+        """
         expected = f"to be the trials.csv of a search for {self.objective} over the same space"
         with as_file_error(file, expected, "Pass another file with `--trials-from`."):
             trials = pd.read_csv(open_file(file), dtype=str, keep_default_na=False)
@@ -147,7 +167,7 @@ class Search:
             )
         if not points:
             raise MissingValueError(
-                f"Expected trials that have succeeded in {file} but there are none.",
+                f"Expected completed trials in {file}, but there are none.",
                 hint="Pass another file with `--trials-from`.",
             )
         return replace(self, sampler="grid", points=points)
@@ -161,7 +181,7 @@ class Search:
         return {key: _distribution(key, what) for key, what in self.space.items()}
 
     def grid(self) -> Iterator[dict[str, Any]]:
-        """Every point of the space, the last setting varying fastest, or the points of another search."""
+        """Return all points of the space, in which the last setting varies fastest, or the points of another search."""
         if self.points:
             return iter(self.points)
         points: list[Sequence[Any]] = []
@@ -172,7 +192,7 @@ class Search:
             assert isinstance(distribution, IntDistribution | FloatDistribution)
             if distribution.step is None:
                 raise InvalidValueError(
-                    f"Expected choices or a `step` for `{key}` but the grid sampler cannot go through {distribution}.",
+                    f"Expected choices or a `step` for `{key}`, but the grid sampler cannot enumerate {distribution}.",
                     hint="Add a `step`, or use `sampler: random`.",
                 )
             number = round((distribution.high - distribution.low) / distribution.step) + 1
@@ -180,7 +200,7 @@ class Search:
         return (dict(zip(self.space, point, strict=True)) for point in itertools.product(*points))
 
     def to_settings(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """What Optuna's parameters stand for in the recipe, and the settings of the case."""
+        """Return the settings of the recipe for Optuna's parameters, and the settings of the case."""
         return self.case_overrides | {
             key: what[[_label(choice) for choice in what].index(params[key])] if isinstance(what, list) else params[key]
             for key, what in self.space.items()
@@ -213,16 +233,16 @@ def _distribution(key: str, parameter_space: Any) -> BaseDistribution:
 
 
 def _value(text: str, distribution: BaseDistribution) -> Any:
-    """A setting as `trials.csv` has it."""
+    """Return the value of a setting from its text in `trials.csv`."""
     if isinstance(distribution, CategoricalDistribution):
         choices_by_text = {str(choice): choice for choice in distribution.choices}
         if text not in choices_by_text:
-            raise ValueError(f"{text} is none of {', '.join(choices_by_text)}")
+            raise ValueError(f"{text} is not one of {', '.join(choices_by_text)}")
         return choices_by_text[text]
     assert isinstance(distribution, IntDistribution | FloatDistribution)
     value = int(text) if isinstance(distribution, IntDistribution) else float(text)
     if not distribution.low <= value <= distribution.high:
-        raise ValueError(f"{text} is not from {distribution.low} to {distribution.high}")
+        raise ValueError(f"{text} is not between {distribution.low} and {distribution.high}")
     return value
 
 
@@ -231,7 +251,7 @@ def trial_recipe(settings: Mapping[str, Any], callbacks: Sequence[Mapping[str, A
 
     Args:
         settings: Values by their dotted names.
-        callbacks: The callbacks of the recipe before it, which are repeated if a setting changes one of them.
+        callbacks: The callbacks of the recipe. They are repeated if a setting changes one of them.
     """
     recipe: dict[str, Any] = {}
     for name, value in settings.items():
@@ -242,7 +262,11 @@ def trial_recipe(settings: Mapping[str, Any], callbacks: Sequence[Mapping[str, A
 
 
 def validate_space(search: Search) -> list[dict[str, Any]]:
-    """Try whether ``fit`` knows the paths and takes their first values; gives the recipe's callbacks."""
+    """Check that ``fit`` accepts the first value of each hyperparameter, and return the callbacks of the recipe.
+
+    Raises:
+        InvalidValueError: If ``fit`` rejects a setting.
+    """
     from lightning_fcl.runs.federated_cli import as_list
     from lightning_fcl.runs.fit import resolve_recipe
 
@@ -257,15 +281,15 @@ def validate_space(search: Search) -> list[dict[str, Any]]:
             return error
         return None
 
-    # All together first, which is quick. What clashes only together is for the trials to find out.
+    # Check all settings together, which is quick. Combinations that fail only together fail in their trials.
     for key, value in first.items() if problem(first) else ():
         if error := problem({key: value}):
             raise InvalidValueError(
-                f"Expected `fit` to take {value} for {key} but {one_line(error)}.", argument=key, value=value
+                f"Expected `fit` to accept {value} for {key}, but got: {one_line(error)}.", argument=key, value=value
             ) from error
     return callbacks
 
 
 def _label(choice: Any) -> Any:
-    """A choice as Optuna can keep it: lists and mappings as text."""
+    """Return a choice as a value that Optuna can store. Lists and mappings become text."""
     return json.dumps(choice) if isinstance(choice, list | dict) else choice

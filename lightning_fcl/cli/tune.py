@@ -1,7 +1,8 @@
-"""`lightning-fcl tune`: a search for the settings of a recipe, by Optuna, over processes; cut off, it continues.
+"""`lightning-fcl tune`: a hyperparameter search for a recipe with Optuna, in parallel processes. It can be resumed.
 
-Each trial is a small recipe, ``trial.yaml``, behind the search's others, and a run of `fit` for each seed. Its settings
-follow from its number and the trials before it: what is there already is what its runs have left in their folders.
+Each trial is a small recipe, ``trial.yaml``, which overrides the recipes of the search, and one run of `fit` per seed.
+The settings of a trial depend only on the seed, its number, and the trials before it. A resumed search reads the
+results of finished runs from their folders.
 """
 
 from __future__ import annotations
@@ -47,50 +48,50 @@ from lightning_fcl.io.reading import read_text
 from lightning_fcl.runs.paper_rows import slug
 from lightning_fcl.runs.recipe import Recipe
 
-_BATCH = 8  # trials that TPE proposes at once: fixed, so that the search does not depend on the number of processes
+_BATCH = 8  # Number of trials that TPE proposes at once. It is fixed, so that `--workers` does not change the search.
 STATES = {TrialState.COMPLETE: "complete", TrialState.FAIL: "failed"}
-_PATIENCE = 10  # number of first trials after whose failures, all with one class and code, the search stops
+_PATIENCE = 10  # The search stops if this number of first trials all fail with the same class and code.
 
 
 class Tune(Command):
-    """Search for the settings of a recipe.
+    """Search for the hyperparameters of a recipe.
 
     A search file:
-      configs: [base.yaml, more.yaml]      # recipes, relative to this file, later ones over earlier ones
-      objective: final_accuracy/server     # one of the metrics in results.json
-      direction: maximize                  # or minimize (default: that of the metric)
-      eval_split: validation               # samples of the objective; data.split.validation must be above 0
+      configs: [base.yaml, more.yaml]      # recipes, relative to this file; later recipes override earlier ones
+      objective: final_accuracy/server     # a metric in results.json
+      direction: maximize                  # or minimize (default: the direction of the metric)
+      eval_split: validation               # samples for the objective; data.split.validation must be above 0
       sampler: random                      # or grid, or tpe
-      trials: 100                          # for grid: all of it by default
-      seeds: 1                             # seeds per trial; their mean counts
-      first_seed: 0                        # the first of them
-      scale: small                         # with --row: the scale of that row
-      space:                               # what `fit` would take as --PATH VALUE
+      trials: 100                          # default for grid: all points
+      seeds: 1                             # seeds per trial; the objective is the mean over the seeds
+      first_seed: 0                        # first seed of each trial
+      scale: small                         # with --row: scale of the row
+      space:                               # paths of settings, as in `fit --PATH VALUE`
         data.batch_size: [16, 32]
         model.init_args.optimizer.init_args.lr: {low: 1e-4, high: 1e-1, log: true}   # or step: 0.01
-        trainer.callbacks.FLwF2T.alpha: {low: 0.0, high: 1.0}    # an argument of the recipe's callback of that class
-      variants:                             # searches of their own, one with each --case: settings that stay as they
-          are
+        trainer.callbacks.FLwF2T.alpha: {low: 0.0, high: 1.0}    # an argument of the callback FLwF2T of the recipe
+      variants:                            # fixed settings of separate searches, selected with --case
         25 %: {data.split.train_clients: [a, b]}
-    A search that was cut off continues. Results: best.yaml, trials.csv, trials.png, and a folder per trial and seed.
+    The same command resumes an interrupted search. It writes best.yaml, trials.csv, trials.png, and a folder per trial
+    and seed.
     """
 
     def arguments(self, parser: ArgumentParser) -> None:
         add = parser.add_argument
-        add("file", type=Path, metavar="SEARCH.yaml", help="what to search for, and where")
-        add("--case", help="which of the search file's cases, if it has some")
-        add("--row", help="search for a row of the rows.yaml beside the file: its recipe comes before the configs")
-        add("--out", type=Path, help="folder of the results (default: runs/tune-SEARCH, with case and row behind)")
-        add("--trials", type=int, metavar="N", help="number of trials (default: that of the search file)")
+        add("file", type=Path, metavar="SEARCH.yaml", help="read this search file")
+        add("--case", help="select a case of the search file")
+        add("--row", help="search a row of the rows.yaml in the same folder")
+        add("--out", type=Path, help="set the folder (default: runs/tune-SEARCH-CASE-ROW)")
+        add("--trials", type=int, metavar="N", help="set the number of trials (default: from the file)")
         add(
             "--trials-from",
             type=Path,
             metavar="TRIALS.csv",
-            help="try the best settings of another search, not new ones",
+            help="try the best settings of another search",
         )
-        add("--workers", type=int, metavar="N", help="processes (default: one per core)")
-        add("--seed", type=int, default=0, help="seed of the settings drawn (default: 0)")
-        add("--restart", action="store_true", help="delete the trials that are there and begin anew")
+        add("--workers", type=int, metavar="N", help="set the number of processes (default: CPU cores)")
+        add("--seed", type=int, default=0, help="set the seed of the sampler (default: 0)")
+        add("--restart", action="store_true", help="delete existing trials, and start again")
 
     def run(self, options: Namespace) -> None:
         check_at_least_one(trials=options.trials, workers=options.workers)
@@ -110,7 +111,7 @@ class Tune(Command):
 
         def so_far() -> str:
             return (
-                f"{len(_trials(study, *STATES))} of {number} trials are done; the same command goes on with the others."
+                f"{len(_trials(study, *STATES))} of {number} trials are finished. Run the same command again to resume."
             )
 
         with print_resume_hint_on_stop(so_far), tqdm(total=number, unit="trial") as bar:
@@ -125,7 +126,7 @@ class Tune(Command):
                     record_trial(study, search, index, jobs[index], failure, failures)
                     best = study.best_trial if _trials(study, TrialState.COMPLETE) else None
                     bar.set_postfix_str(
-                        f"best {best.value:.4f} (trial {best.number})" if best else "none succeeded yet"
+                        f"best {best.value:.4f} (trial {best.number})" if best else "no trial has succeeded yet"
                     )
                     bar.update()
         search_options = {"--row": options.row, "--case": search.case, "--trials-from": options.trials_from}
@@ -138,7 +139,7 @@ class Tune(Command):
 def propose(
     study: optuna.Study, search: Search, seed: int, number: int, grid: Sequence[Mapping[str, Any]]
 ) -> optuna.Trial:
-    """The trial of a number, which depends on no more than its seed and number; TPE also looks at those before it."""
+    """Return the trial with a number. It depends only on the seed and the number; TPE also uses the earlier trials."""
     draw = int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
     study.sampler = optuna.samplers.RandomSampler(draw)
     if search.sampler == "tpe":
@@ -151,7 +152,11 @@ def propose(
 
 
 def trial_jobs(search: Search, number: int, recipe: Mapping[str, Any], out: Path) -> list[Job]:
-    """The runs of a trial, where its folder has none of another search's."""
+    """Write the recipe of a trial, and return its runs.
+
+    Raises:
+        InvalidValueError: If the folder contains a run of another search.
+    """
     folder = out / f"trial-{number:04}"
     folder.mkdir(exist_ok=True)
     file, content = folder / "trial.yaml", yaml.safe_dump(dict(recipe), sort_keys=False)
@@ -166,8 +171,8 @@ def trial_jobs(search: Search, number: int, recipe: Mapping[str, Any], out: Path
     if any(job.is_foreign_folder for job in jobs):
         write_atomic(file, previous_content)
         raise InvalidValueError(
-            f"Expected the search of which {out} has trials but the search file, a recipe of it, the seed or the "
-            "version is another.",
+            f"Expected the trials in {out} to belong to this search, but the search file, a recipe, the seed or the "
+            "version has changed.",
             hint="Undo the change, use another folder with `--out`, or delete these trials with `--restart`.",
         )
     return jobs
@@ -176,7 +181,7 @@ def trial_jobs(search: Search, number: int, recipe: Mapping[str, Any], out: Path
 def iter_finished_trials(
     jobs: Mapping[int, Sequence[Job]], workers: int | None
 ) -> Iterator[tuple[int, Failure | None]]:
-    """Yield each trial when all its runs have ended, with the failure of the first run that failed."""
+    """Yield each trial when all its runs have ended, with the failure of its first failed run."""
     numbers, failures = {job: number for number, runs in jobs.items() for job in runs}, dict[Job, Failure | None]()
     recorded_failures: dict[Job, Failure | None] = {job: None for job in numbers if is_finished(job)}
     recorded_failures |= {
@@ -193,16 +198,16 @@ def iter_finished_trials(
 
 
 def run_trial(job: Job) -> Failure | None:
-    """Run a job. Return why it failed, if it failed, and write the failure into its folder.
+    """Run a job. If it fails, write the failure to its folder and return it.
 
     Raises:
-        OSError: If the operating system rejects an operation, such as on a full disk. The trial is not at fault, and
-            the search stops.
+        OSError: If the operating system rejects an operation, for example on a full disk. This is not an error of the
+            trial, so the search stops.
     """
     import torch
 
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)  # Lines about seeds would break the progress bar.
-    torch.set_num_threads(1)  # as in the other processes: the number of threads changes the last digits
+    torch.set_num_threads(1)  # The number of threads changes the last digits, and workers use one thread.
     try:
         run_job(job)
     except OSError:
@@ -222,7 +227,7 @@ def record_trial(
     failure: Failure | None,
     failures: dict[int, Failure],
 ) -> None:
-    """Enter the objective of a trial into the study, or its failure into ``failures``.
+    """Add the objective of a trial to the study, or its failure to ``failures``.
 
     Raises:
         InvalidValueError: If no trial has succeeded and the first trials all failed with errors of the same class and
@@ -234,7 +239,7 @@ def record_trial(
         if search.objective not in results[0] and not _trials(study, TrialState.COMPLETE):
             metric_names = ", ".join(results[0])
             raise InvalidValueError(
-                f"Expected `objective` to be one of {metric_names} but got {search.objective}.",
+                f"Expected `objective` to be one of {metric_names}, but got {search.objective}.",
                 argument="objective",
                 value=search.objective,
             )
@@ -249,7 +254,8 @@ def record_trial(
     is_same_failure = all(failure.is_like(other) for other in failures.values())
     if len(failures) >= _PATIENCE and is_same_failure and not _trials(study, TrialState.COMPLETE):
         raise InvalidValueError(
-            f"The first {len(failures)} trials all failed: {failure.message.rstrip('.')}.",
+            f"Expected a trial to succeed, but the first {len(failures)} trials all failed: "
+            f"{failure.message.rstrip('.')}.",
             hint="Correct the cause, then run the command with `--restart`.",
         )
 
@@ -257,7 +263,11 @@ def record_trial(
 def write_trials(
     study: optuna.Study, search: Search, failures: Mapping[int, Failure], best_name: str, out: Path
 ) -> None:
-    """Write ``trials.csv``, ``trials.png`` and ``best.yaml``, and print the ten best trials."""
+    """Write ``trials.csv``, ``trials.png`` and ``best.yaml``, and print the ten best trials.
+
+    Raises:
+        InvalidValueError: If all trials failed.
+    """
     trials = [
         {"trial": trial.number, "state": STATES[trial.state], search.objective: trial.value, **trial.params}
         for trial in _trials(study, *STATES)
@@ -269,7 +279,8 @@ def write_trials(
     if completed_trials.empty:
         reason = next(iter(failures.values())).message
         raise InvalidValueError(
-            f"All {len(failures)} trials failed, the first so: {reason.rstrip('.')}.",
+            f"Expected a trial to succeed, but all {len(failures)} trials failed. The first error: "
+            f"{reason.rstrip('.')}.",
             hint="Correct the cause, then run the command with `--restart`.",
         )
     plot = charts.write_png(out / "trials.png", trials_figure(study, search))
@@ -284,17 +295,20 @@ def write_trials(
             index=False, header=[*columns.values()], float_format="{:.4g}".format, formatters=exactly
         )
     )
-    print(f"\n{len(completed_trials)} trials, and {len(failures)} that failed. Best: {recipe}; all: {table} and {plot}")
+    print(
+        f"\n{len(completed_trials)} trials completed, {len(failures)} failed\nBest: {recipe}\nAll: {table} and {plot}"
+    )
 
 
 def trials_figure(study: optuna.Study, search: Search) -> dict[str, Any]:
-    """The objective of a search's trials against each setting, a panel per setting, later trials darker."""
+    """Return a chart of the objective against each setting, with one panel per setting. Later trials are darker."""
     order = alt.Color("trial:Q", scale=alt.Scale(range=["#b9d4e8", "#08306b"]), legend=None)
     base = charts.get_chart("rows").mark_point(filled=True, size=60, opacity=0.9)
     base = base.encode(y=alt.Y("value:Q", title=search.objective, scale=alt.Scale(zero=False, padding=8)), color=order)
     panels = []
     for path, name in _short(list(search.space)).items():
-        distribution, field = search.distributions[path], path.replace(".", " ")  # a dot would lead into it
+        # A dot in a field name would select a nested field.
+        distribution, field = search.distributions[path], path.replace(".", " ")
         if isinstance(distribution, FloatDistribution | IntDistribution):
             scale = alt.Scale(type="log" if distribution.log else "linear", zero=False, padding=8)
             x = alt.X(f"{field}:Q", title=name, scale=scale)
@@ -309,7 +323,7 @@ def trials_figure(study: optuna.Study, search: Search) -> dict[str, Any]:
 
 
 def write_best(trial: FrozenTrial, number: int, search: Search, best_name: str, out: Path) -> Path:
-    """Write the best trial's recipe, and above it how to use it and how to see its objective again."""
+    """Write the recipe of the best trial, with comments that contain the commands to train and to evaluate it."""
     path = out / "best.yaml"
     configs = shlex.join(Recipe((*search.recipe.files, path, *search.recipe.settings)).words)
     first, last = search.first_seed, search.first_seed + search.seeds - 1
@@ -317,7 +331,7 @@ def write_best(trial: FrozenTrial, number: int, search: Search, best_name: str, 
     rerun_options = f" --recipe.eval_split {search.eval_split} --seed_everything {first}"
     head = (
         f"# The best of {number} trials of {best_name}, trial {trial.number}.\n# lightning-fcl fit {configs}\n"
-        f"# {search.objective} on the {search.eval_split} samples: {trial.value:.6g} ({seeds}), to see again with\n"
+        f"# {search.objective} on the {search.eval_split} samples: {trial.value:.6g} ({seeds}). To reproduce it:\n"
         f"# lightning-fcl fit {configs}{rerun_options}\n"
     )
     return write_atomic(path, head + read_text(out / f"trial-{trial.number:04}" / "trial.yaml"))
@@ -328,6 +342,6 @@ def _trials(study: optuna.Study, *states: TrialState) -> list[FrozenTrial]:
 
 
 def _short(paths: Sequence[str]) -> dict[str, str]:
-    """For each path its last word, or all of it if two have the same."""
+    """Return the last part of each path, or the whole path if two paths have the same last part."""
     last = [path.rpartition(".")[2] for path in paths]
     return {path: word if last.count(word) == 1 else path for word, path in zip(last, paths, strict=True)}

@@ -1,4 +1,4 @@
-"""`lightning-fcl zoo`: published networks, listed, downloaded, compared with their cards, used, and published."""
+"""`lightning-fcl zoo`: list, download, verify, use and publish pretrained networks."""
 
 from __future__ import annotations
 
@@ -14,42 +14,45 @@ from lightning_fcl.io.reading import read_text
 
 
 class Zoo(Command):
-    """Published networks: those of the package, and of LIGHTNING_FCL_ZOO, a folder or URL."""
+    """List, verify, use and publish pretrained networks.
+
+    The networks are those of the package, and those of the folder or URL in LIGHTNING_FCL_ZOO.
+    """
 
     def arguments(self, parser: ArgumentParser) -> None:
         kinds = parser.add_subparsers(required=True, metavar="ls | info | download | verify | predict | push")
-        ls = kinds.add_parser("ls", help="list them")
-        ls.add_argument("pattern", nargs="?", default="*", help='such as "*har*"')
+        ls = kinds.add_parser("ls", help="list the networks")
+        ls.add_argument("pattern", nargs="?", default="*", help='select names, such as "*har*"')
         ls.set_defaults(do=_ls)
-        info = kinds.add_parser("info", help="print a card")
+        info = kinds.add_parser("info", help="print the model card of a network")
         info.add_argument("name", metavar="NAME")
         info.set_defaults(do=_info)
-        download = kinds.add_parser("download", help="download files, verified")
+        download = kinds.add_parser("download", help="download networks, and verify their files")
         download.add_argument("names", nargs="*", metavar="NAME")
-        download.add_argument("--all", action="store_true", help="all of them")
-        download.add_argument("--to", type=Path, help="copy them to this folder, with a registry")
+        download.add_argument("--all", action="store_true", help="download all networks")
+        download.add_argument("--to", type=Path, help="copy the networks to this registry folder")
         download.set_defaults(do=_download)
-        verify = kinds.add_parser("verify", help="compare networks with their cards")
-        verify.add_argument("names", nargs="*", metavar="NAME", help="(default: all)")
+        verify = kinds.add_parser("verify", help="compare networks with their model cards")
+        verify.add_argument("names", nargs="*", metavar="NAME", help="select networks (default: all)")
         verify.set_defaults(do=_verify)
-        predict = kinds.add_parser("predict", help="the classes of what a CSV file holds")
+        predict = kinds.add_parser("predict", help="predict the classes of samples in a CSV file")
         predict.add_argument("name", metavar="NAME")
-        predict.add_argument("file", type=Path, metavar="FILE.csv", help="a sample after the other, a channel a column")
-        predict.add_argument("--rate", type=float, help="time steps per second of the file, to compare")
-        predict.add_argument("--json", action="store_true", help="all probabilities, a line each sample")
+        predict.add_argument("file", type=Path, metavar="FILE.csv", help="read samples in order; columns are channels")
+        predict.add_argument("--rate", type=float, help="check the sampling rate of the file, in Hz")
+        predict.add_argument("--json", action="store_true", help="print all probabilities, one line per sample")
         predict.set_defaults(do=_predict)
-        push = kinds.add_parser("push", help="publish what a run has trained")
-        push.add_argument("run", type=Path, metavar="RUN", help="folder of a run: what was --out of `fit`")
-        push.add_argument("--name", required=True, help="such as har_cnn.mydata.flwf")
-        push.add_argument("--to", required=True, help="folder of a registry, or hf:ORGANISATION/REPOSITORY; it is made")
-        push.add_argument("--description", default="", help="what it is, in a sentence")
-        push.add_argument("--weights-license", default="", help="terms of the weights")
-        push.add_argument("--data-license", default="", help="terms of the data")
+        push = kinds.add_parser("push", help="publish the network of a run")
+        push.add_argument("run", type=Path, metavar="RUN", help="publish this run folder (--out of `fit`)")
+        push.add_argument("--name", required=True, help="set the name, such as har_cnn.mydata.flwf")
+        push.add_argument("--to", required=True, help="set the registry: a folder, or hf:ORGANIZATION/REPOSITORY")
+        push.add_argument("--description", default="", help="describe the network in one sentence")
+        push.add_argument("--weights-license", default="", help="set the license of the weights")
+        push.add_argument("--data-license", default="", help="set the license of the data")
+        push.add_argument("--limitation", action="append", default=[], help="describe a limitation; can be repeated")
+        push.add_argument("--features", action="store_true", help="publish without class names, for features")
         push.add_argument(
-            "--limitation", action="append", default=[], help="what it does not do; more than one may be told"
+            "--numbered-classes", action="store_true", help="publish class numbers instead of class names"
         )
-        push.add_argument("--features", action="store_true", help="name no classes: it makes features")
-        push.add_argument("--numbered-classes", action="store_true", help="number the classes in place of naming them")
         push.set_defaults(do=_push)
 
     def run(self, options: Namespace) -> None:
@@ -63,7 +66,7 @@ def _ls(options: Namespace) -> None:
     for published in list_published(options.pattern).values():
         entry, weights = published.entry, published.registry_folder / published.folder / WEIGHTS
         accuracy = f"{entry.metrics['test_accuracy']:.3f}" if "test_accuracy" in entry.metrics else "     "
-        size = f"{weights.stat().st_size / 1e6:7.2f} MB" if weights.is_file() else "      afar"
+        size = f"{weights.stat().st_size / 1e6:7.2f} MB" if weights.is_file() else "    remote"
         print(f"{entry.full_name:40} {accuracy} {size}  {entry.description}")
 
 
@@ -81,7 +84,7 @@ def _download(options: Namespace) -> None:
     if not names:
         raise MissingValueError(
             "Expected names to download, or --all, but got none.",
-            hint="Pass a name of `lightning-fcl zoo ls`, or `--all`.",
+            hint="Pass a name from `lightning-fcl zoo ls`, or `--all`.",
         )
     for name in names:
         folder = resolve_folder(name)
@@ -99,7 +102,7 @@ def _verify(options: Namespace) -> None:
         except FileNotFoundError as error:
             if options.names:
                 raise
-            print(f"{name}: not here ({error})", file=sys.stderr)
+            print(f"{name}: not available ({error})", file=sys.stderr)
             continue
         accuracy_text = (
             "not measured: " + verdict.reason
@@ -107,7 +110,7 @@ def _verify(options: Namespace) -> None:
             else f"{verdict.measured_accuracy:.4f}"
         )
         card = "none" if verdict.published_accuracy is None else f"{verdict.published_accuracy:.4f}"
-        word = "as its card says" if verdict.is_reproduced else "NOT AS ITS CARD SAYS"
+        word = "matches its card" if verdict.is_reproduced else "DOES NOT MATCH ITS CARD"
         print(
             f"{verdict.name}: {word}; accuracy {accuracy_text} (card: {card}), outputs within {verdict.difference:.1e}"
         )

@@ -119,7 +119,7 @@ def test_a_copy_runs_as_it_is(tmp_path, monkeypatch, capsys, error_of):
     assert "lightning-fcl fit mine.yaml" in capsys.readouterr().out
     copied, recipe = (resolve_recipe(Recipe((Path(path),))) for path in ("mine.yaml", RECIPES["quickstart"].configs[0]))
     assert copied == recipe | {"out": None}  # `fit mine.yaml` says runs/mine
-    assert "Expected a new file but mine.yaml is there" in error_of(["cp", "flwf/flwf", "mine.yaml"])
+    assert "Expected a new file, but mine.yaml exists" in error_of(["cp", "flwf/flwf", "mine.yaml"])
     main(["cp", "flwf/flwf-2t-ft", "mine.yaml", "--force"])
     assert "  # Number of communication rounds.\n  max_epochs: 8" in (tmp_path / "mine.yaml").read_text()
 

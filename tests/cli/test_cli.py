@@ -247,7 +247,7 @@ def test_reproduce_writes_the_table_and_continues(data_folder, tmp_path, capsys)
     stamp = (tmp_path / "fcl-ft" / "seed-0" / "results.json").stat().st_mtime_ns
     (tmp_path / "fcl-ft" / "seed-1" / "results.json").unlink()  # as if it had been cut off before its end
     main(words)
-    assert "3 of 4 runs are there already" in capsys.readouterr().err
+    assert "3 of 4 runs are already finished" in capsys.readouterr().err
     assert (tmp_path / "fcl-ft" / "seed-0" / "results.json").stat().st_mtime_ns == stamp
     assert read_table(tmp_path / "table.json").rows == table.rows
 

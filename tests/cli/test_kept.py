@@ -36,7 +36,7 @@ def reproduce(out, *more, seeds=1):
 def test_a_kept_run_is_taken_as_finished(toy, tmp_path, monkeypatch, capsys):
     reproduce(tmp_path / "first", "--commit-runs")
     kept = toy / "smoke" / "a-row" / "seed-0"
-    assert f"Kept: {kept}" in capsys.readouterr().out
+    assert f"Copied the run to {kept}" in capsys.readouterr().out
     assert {path.name for path in kept.iterdir()} == {"results.json", "fingerprint"}
     assert str(tmp_path) not in (kept / "results.json").read_text() and "\n" not in (kept / "results.json").read_text()
     assert read_results(kept)["command"] == "lightning-fcl reproduce toy --rows 'a row' --scale smoke --seeds 1"
@@ -46,20 +46,20 @@ def test_a_kept_run_is_taken_as_finished(toy, tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(fit, "run_cli", never)
     reproduce(tmp_path / "second")
-    assert f"1 of 1 runs are taken from {toy / 'smoke'}" in capsys.readouterr().err
+    assert f"Reused 1 of 1 runs from {toy / 'smoke'}" in capsys.readouterr().err
     assert is_complete(tmp_path / "second" / "a-row" / "seed-0")
     first, second = (read_table(tmp_path / name / "table.json") for name in ("first", "second"))
     assert first == second
     reproduce(tmp_path / "second", "--finished-only", seeds=3)
     said = capsys.readouterr().err
-    assert "taken from" not in said and read_table(tmp_path / "second" / "table.json").rows == first.rows
+    assert "Reused" not in said and read_table(tmp_path / "second" / "table.json").rows == first.rows
 
 
 @pytest.mark.seconds
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (lambda kept: (kept / "fingerprint").unlink(), "its fingerprint is another"),
+        (lambda kept: (kept / "fingerprint").unlink(), "its fingerprint differs"),
         (lambda kept: (kept / "results.json").write_text("{"), "results.json to contain JSON"),
         (
             lambda kept: (kept / "results.json").write_text(
@@ -78,7 +78,7 @@ def test_a_kept_run_that_cannot_be_used_is_named_and_run_anew(toy, tmp_path, mon
     capsys.readouterr()
     reproduce(tmp_path / "second")
     err = capsys.readouterr().err
-    assert "a row, seed 0 is run anew: Expected " in err and said in err and "taken from" not in err
+    assert "a row, seed 0 is trained again: Expected " in err and said in err and "Reused" not in err
     assert ran == ["a row, seed 0"]
     first, second = (read_table(tmp_path / name / "table.json").rows for name in ("first", "second"))
     assert first == second
@@ -92,7 +92,7 @@ def test_a_changed_recipe_does_not_take_what_was_kept(toy, tmp_path, capsys):
     (toy / "scale-smoke.yaml").write_text(yaml.safe_dump(scale))
     capsys.readouterr()
     reproduce(tmp_path / "second")
-    assert "its fingerprint is another" in capsys.readouterr().err
+    assert "its fingerprint differs" in capsys.readouterr().err
     record = json.loads((tmp_path / "second" / "a-row" / "seed-0" / "results.json").read_text())["record"]
     assert len(record["rounds"]) == 2
 
@@ -127,7 +127,7 @@ def test_a_run_of_the_first_tasks_goes_on_to_the_others(toy, tmp_path, monkeypat
     assert len(ran) == 1
     capsys.readouterr()
     reproduce(tmp_path / "out")
-    assert "to be of all tasks that are asked for but it is of 1" in capsys.readouterr().err
+    assert "of all requested tasks in" in capsys.readouterr().err
     found, own = results()
     assert own == rounds and "--ckpt_path" in ran[1] and "tasks" not in found
     assert found["metrics"] == whole["metrics"]
@@ -137,7 +137,7 @@ def test_a_run_of_the_first_tasks_goes_on_to_the_others(toy, tmp_path, monkeypat
     again = read_table(tmp_path / "out" / "table.json").rows
     assert again["a row"]["final_accuracy/server"] == first["a row"]["final_accuracy/server"]
     reproduce(tmp_path / "third", "--tasks", "1")
-    assert len(ran) == 2 and f"taken from {toy / 'smoke'}" in capsys.readouterr().err
+    assert len(ran) == 2 and f"Reused 1 of 1 runs from {toy / 'smoke'}" in capsys.readouterr().err
 
 
 def test_the_table_of_finished_runs_needs_one(toy, tmp_path, capsys):

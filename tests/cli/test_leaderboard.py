@@ -67,7 +67,7 @@ def test_each_protocol_has_its_table_and_its_picture_and_what_is_finished_is_not
     assert table.command == "lightning-fcl leaderboard --protocols=P1 --seeds 2"
     leaderboard(out, "--seeds", "2", "--methods", "plain")
     captured = capsys.readouterr()
-    assert "2 of 4 runs are there already" in captured.err and "P2 three\n\n| method" in captured.out
+    assert "2 of 4 runs are already finished" in captured.err and "P2 three\n\n| method" in captured.out
     assert (
         read_table(out / "table.json").rows["P1 two plain"]["last_accuracy"]
         == table.rows["P1 two plain"]["last_accuracy"]
@@ -86,7 +86,7 @@ def test_a_search_writes_the_best_settings_of_each_method_that_has_one(boards, t
 
 
 def test_what_is_unknown_is_named(error_of):
-    assert "Expected `protocols` among P4 TinyImageNet" in error_of(["leaderboard", "--protocols", "P9"])
+    assert "Expected `protocols` to be among P4 TinyImageNet" in error_of(["leaderboard", "--protocols", "P9"])
     assert "Did you mean FedProx?" in error_of(["leaderboard", "--methods", "FedProxx"])
     assert "`seeds` to be at least 1 but got 0" in error_of(["leaderboard", "--seeds", "0"])
 

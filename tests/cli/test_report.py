@@ -34,14 +34,14 @@ def test_a_page_is_written_anew(runs, capsys):
     page.write_text("damaged")
     assert not is_complete(runs / "one")
     main(["report", str(runs / "one")])
-    assert capsys.readouterr().out == f"Written: {page}\n"
+    assert capsys.readouterr().out == f"Wrote {page}\n"
     assert "FLwF-2T + replay" in page.read_text() and is_complete(runs / "one")
 
 
 def test_two_runs_are_compared_under_the_names_of_their_folders(runs, tmp_path, capsys):
     main(["report", str(runs / "one"), str(runs / "two"), "--out", str(tmp_path / "new" / "both.html")])
     page = (tmp_path / "new" / "both.html").read_text()
-    assert capsys.readouterr().out == f"Written: {tmp_path}/new/both.html\n"
+    assert capsys.readouterr().out == f"Wrote {tmp_path}/new/both.html\n"
     assert f"{runs}/one</th>" in page and f"{runs}/two</th>" in page and "<h2>Clients</h2>" in page
     main(["report", str(runs)])
     assert (runs / "report.html").read_text() == page

@@ -81,7 +81,7 @@ def test_another_run_of_that_name_gets_a_folder_of_its_own_before_the_first_has_
     before = contents(begun)
     main(["fit", *words, "--out", str(begun), "--trainer.max_epochs", "1"])
     assert contents(begun) == before and len(told(tmp_path / "begun-2")["rounds"]) == 1
-    assert f"{begun} holds another run" in capsys.readouterr().out
+    assert f"{begun} contains another run" in capsys.readouterr().out
 
 
 @pytest.mark.seconds

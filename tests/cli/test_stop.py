@@ -229,7 +229,7 @@ def test_workers_end_with_their_parent(recipe, start, tmp_path, name):
         start(["data", "ls"]).communicate(timeout=900)  # the next command sweeps what a killed one has left
     else:
         assert parent.returncode == 128 + signal.Signals[name], said
-        assert "0 of 3 runs are finished; the same command goes on" in said
+        assert "0 of 3 runs are finished. Run the same command again" in said
     assert not temporary(tmp_path)
 
 
@@ -240,7 +240,7 @@ def test_a_killed_worker_is_told_of_and_the_others_end(recipe, start, tmp_path):
     _, said = parent.communicate(timeout=900)
     assert all_gone(watched)
     assert parent.returncode == 2
-    assert "Expected each worker to end its runs but one was killed" in said and "Traceback" not in said
+    assert "Expected all workers to finish their runs, but a worker was killed" in said and "Traceback" not in said
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ def test_zoo_ls_and_info_print_entry(small_zoo, capsys):
 
 def test_zoo_verify_prints_result(small_zoo, capsys):
     main(["zoo", "verify", NAME])
-    assert "as its card says; accuracy 0.76" in capsys.readouterr().out
+    assert "matches its card; accuracy 0.76" in capsys.readouterr().out
 
 
 def test_zoo_predict_csv_file_prints_labels(small_zoo, digits, capsys):
@@ -65,7 +65,7 @@ def test_zoo_download_to_folder_makes_registry(small_zoo, tmp_path, monkeypatch,
     main(["zoo", "download", NAME, "--to", str(tmp_path / "copy")])
     monkeypatch.setenv("LIGHTNING_FCL_ZOO", str(tmp_path / "copy"))
     main(["zoo", "verify", NAME])
-    assert "as its card says" in capsys.readouterr().out
+    assert "matches its card" in capsys.readouterr().out
     assert NAME in list_models()
 
 
