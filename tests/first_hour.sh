@@ -1,29 +1,29 @@
 #!/usr/bin/env bash
-# What a newcomer does in the first hour, from the wheel alone: installed beside torch, away from the checkout, with no network.
+# The first steps of a new user with the installed wheel. They use neither the checkout nor the network.
 source "$(dirname "$0")/from_the_wheel.sh"
 fcl() { "$python" -m lightning_fcl "$@"; }
 quiet=(--trainer.enable_progress_bar false --trainer.accelerator cpu)
-expect() { # TEXT WORDS...: the command succeeds, and says the text
+expect() { # TEXT WORDS...: check that the command succeeds and prints the text
   local text="$1"
   shift
   fcl "$@" >said.txt
-  grep -q -- "$text" said.txt || { echo "Expected \"$text\" of $* but got:" && cat said.txt && exit 1; }
+  grep -q -- "$text" said.txt || { echo "Expected \"$text\" in the output of $*, but got:" && cat said.txt && exit 1; }
 }
 where="$("$python" -c 'import lightning_fcl; print(lightning_fcl.__file__)')"
-case "$where" in "$here"/installed/*) ;; *) echo "Expected the wheel's package but got $where" && exit 1 ;; esac
+case "$where" in "$here"/installed/*) ;; *) echo "Expected the package of the wheel, but got $where" && exit 1 ;; esac
 
-echo "== find it"
+echo "== list, copy and check recipes"
 fcl --version
 expect "recipes" ls
 expect "Replay" ls methods replay
 fcl cp quickstart mine.yaml
 expect "The recipe is valid." validate mine.yaml
 
-echo "== run it, by name"
+echo "== train and test a recipe by name"
 expect "lightning-fcl test runs/quickstart" fit quickstart --trainer.max_epochs 2 "${quiet[@]}"
 expect "test/accuracy" test runs/quickstart "${quiet[@]}"
 
-echo "== own data in a CSV file, own model, own method"
+echo "== train on a CSV file with a custom model and method"
 cat >my_data.py <<'PY'
 import csv
 
@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 class Table(L.LightningDataModule):
-    """A sample a line: its features, then its class."""
+    """A CSV file with one sample per line: the features, then the class."""
 
     def __init__(self, file: str = "mine.csv"):
         super().__init__()
@@ -101,11 +101,11 @@ YAML
 expect "StayNear, Replay" validate own.yaml
 expect "lightning-fcl test runs/own" fit own.yaml "${quiet[@]}"
 
-echo "== killed after a round, and gone on"
+echo "== kill a run after a round, and resume it"
 "$python" -m lightning_fcl fit own.yaml "${quiet[@]}" --out runs/killed >killed.txt 2>&1 &
 run=$!
 until compgen -G "runs/killed/checkpoints/*.ckpt" >/dev/null; do
-  kill -0 "$run" 2>/dev/null || { echo "Expected a run to kill but it has ended:" && cat killed.txt && exit 1; }
+  kill -0 "$run" 2>/dev/null || { echo "Expected a running process, but it has ended:" && cat killed.txt && exit 1; }
   sleep 0.1
 done
 kill -9 "$run" && wait "$run" 2>/dev/null || true
@@ -115,15 +115,15 @@ import json
 
 one, two = (json.load(open(f"runs/{name}/results.json")) for name in ("own", "killed"))
 assert one["finished"] and two["finished"]
-assert one["metrics"] == two["metrics"], "what was killed and gone on has other numbers"
+assert one["metrics"] == two["metrics"], "the resumed run has other metrics than the uninterrupted run"
 assert one["metrics"]["final_accuracy/server"] > 0.6, one["metrics"]
 PY
 expect "test/accuracy" test runs/killed "${quiet[@]}"
 
-echo "== look at it, and compare"
+echo "== write reports and compare runs"
 grep -q "MyNet" runs/own/report.html && grep -q "StayNear, Replay" runs/own/report.html
 expect "Wrote both.html" report runs/own runs/killed --out both.html
 grep -q "runs/killed" both.html
 test "$(wc -c <both.html)" -lt 2000000
 
-echo "the first hour went well"
+echo "All first steps succeeded."

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What docs/zoo.md says, from the wheel alone: installed beside torch, away from the checkout, with no network.
+# The commands of docs/zoo.md with the installed wheel. They use neither the checkout nor the network.
 source "$(dirname "$0")/from_the_wheel.sh"
 "$python" - <<'EOF'
 import csv
@@ -15,4 +15,4 @@ EOF
 "$python" -m lightning_fcl.cli.main zoo predict mlp.digits.flwf2t_replay digits.csv | tee predicted.txt
 grep -q "^0	0	" predicted.txt
 "$python" -m lightning_fcl.cli.main zoo verify mlp.digits.flwf2t_replay
-echo "the first prediction is right"
+echo "The first prediction is correct."

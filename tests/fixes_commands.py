@@ -1,4 +1,4 @@
-"""Fixes that error messages about commands, results, tables and files name."""
+"""Fixes in error messages about commands, results, tables and files."""
 
 import json
 import shutil
@@ -40,7 +40,7 @@ def print_to(lab, file):
         pytest.skip("this system has no device that is always full")
     with open(lab.folder / file, "w") as output, redirect_stdout(output):
         print("quickstart")
-        _flush()  # as a command does when it ends
+        _flush()  # Commands call this function when they end.
 
 
 def tune_patiently(lab, **options):
@@ -113,7 +113,7 @@ ROWS |= {
 
 
 def table_deleted(lab, delete):
-    """Read a table, which is deleted before if `delete` is true."""
+    """Read a table. If `delete` is true, the table is deleted first."""
     table_of(lab)
     if delete:
         (lab.folder / "table.json").unlink()
@@ -122,7 +122,7 @@ def table_deleted(lab, delete):
 
 
 def newer(text):
-    """Return the text of a table with another number of its format."""
+    """Return the text of a table with a newer format number."""
     content = json.loads(text)
     return json.dumps(content | {"format": content["format"] + 1})
 
@@ -149,7 +149,7 @@ ROWS |= {
 
 
 def parquet_of(lab, damage=None):
-    """Read a parquet file that pandas writes, which `damage` changes before, if it is not None."""
+    """Read a parquet file that pandas wrote. `damage` changes the file first, unless it is None."""
     pytest.importorskip("pyarrow")
     path = lab.folder / "t.parquet"
     pd.DataFrame({"a": [1.0, 2.0], "y": ["p", "q"]}).to_parquet(path)
@@ -163,13 +163,13 @@ def cut(path):
 
 
 def read_latin(lab, encoding):
-    """Read a CSV file of an encoding."""
+    """Read a CSV file with an encoding."""
     (lab.folder / "latin.csv").write_bytes("a,y\n1,é\n".encode(encoding))
     assert len(Table(lab.folder / "latin.csv", "y", ["a"])) == 1
 
 
 def read_saved(lab, save):
-    """Read a CSV file that is there if it was saved."""
+    """Read a CSV file. If `save` is true, the file is written first."""
     if save:
         pd.DataFrame({"a": [1.0], "y": ["é"]}).to_csv(lab.folder / "saved.csv", index=False, encoding="utf-8")
     assert len(Table(lab.folder / "saved.csv", "y", ["a"])) == 1
@@ -194,7 +194,7 @@ ROWS |= {
 
 
 def load_alone(lab, name):
-    """Read a checkpoint of a folder that has no whole one, or the one of the run."""
+    """Read a damaged or missing checkpoint in a folder without other checkpoints, or the checkpoint of the run."""
     folder = lab.folder / "alone"
     folder.mkdir(exist_ok=True)
     (folder / "cut.ckpt").write_bytes(lab.checkpoint().read_bytes()[:1000])
@@ -202,7 +202,7 @@ def load_alone(lab, name):
 
 
 def newest_of(lab, damage, train=False):
-    """Return the newest checkpoint of a run whose checkpoints are damaged, or of the same recipe trained again."""
+    """Return the newest checkpoint of a run with damaged checkpoints, or of the same recipe trained again."""
     if train:
         command(lab, "fit --config run/config.yaml --out again")
         return get_run_checkpoint(lab.folder / "again")
@@ -245,7 +245,7 @@ def read_comment(lab, size):
 
 
 def weights_of(lab):
-    """Check the weights of the copied model, which are deleted once."""
+    """Check the weights of the copied model. The first call deletes the weights."""
     path = lab.entry() / WEIGHTS
     if not hasattr(lab, "digest"):
         lab.digest = sha256(path)
@@ -254,7 +254,7 @@ def weights_of(lab):
 
 
 def read_own(lab, way):
-    """Read the data of a node, written in a way."""
+    """Read the data of a node from a file. `way` selects how the file is written."""
     path, x, y = lab.folder / "own.npz", np.zeros((4, 6)), np.arange(4)
     if way == "text":
         path.write_text("x,y")
@@ -268,7 +268,7 @@ def read_own(lab, way):
 
 
 def images_of(lab, lists):
-    """Read MiniImageNet from lists of images."""
+    """Read MiniImageNet from CSV lists of images."""
     folder = lab.folder / "miniimagenet"
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "images").mkdir(parents=True)
@@ -314,4 +314,4 @@ ROWS |= {
 }
 
 SECONDS = {fit_reservoir, newest_of, tune_patiently}
-"""Calls that take half a second or more."""
+"""Functions that take at least half a second."""

@@ -15,4 +15,4 @@ def test_first_hour_script_passes():
     environment = {**os.environ, "PYTHON": sys.executable}
     done = subprocess.run(["bash", str(script)], capture_output=True, text=True, timeout=1800, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.endswith("the first hour went well\n")
+    assert done.stdout.endswith("All first steps succeeded.\n")

@@ -1,4 +1,4 @@
-"""What tests of commands share: small runs, without the pictures of reports, which take longer than the runs do."""
+"""Fixtures for tests of commands. By default, no reports are written, because drawing charts is slow."""
 
 from contextlib import nullcontext
 
@@ -10,7 +10,7 @@ from lightning_fcl.runs.paper_rows import recipes_folder
 
 @pytest.fixture
 def tiny(tmp_path, small_recipe):
-    """The words that name a small recipe on the bundled digits."""
+    """Return the words that name a small recipe on the bundled digits."""
     path = tmp_path / "tiny.yaml"
     path.write_text(yaml.safe_dump(small_recipe(rounds=2, clients=3)))
     return ["--config", str(recipes_folder() / "quickstart.yaml"), "--config", str(path)]
@@ -18,7 +18,7 @@ def tiny(tmp_path, small_recipe):
 
 @pytest.fixture
 def reports():
-    """The runs of a test write their reports."""
+    """Let the runs of a test write their reports."""
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""What there is, by name: listed, copied, checked, trained, tested."""
+"""Commands that take the name of a recipe, class or dataset: ls, cp, validate, fit and test."""
 
 import json
 import subprocess
@@ -34,14 +34,14 @@ OF_EACH_PAPER = [
 
 @pytest.fixture
 def change(tmp_path, small_recipe):
-    """The path of what makes the quickstart small."""
+    """Return the path of a recipe that makes the quickstart small."""
     path = tmp_path / "change.yaml"
     path.write_text(yaml.safe_dump(small_recipe(rounds=2, clients=3)))
     return str(path)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_all_of_a_kind_are_told_in_a_line(kind, capsys):
+def test_ls_kind_prints_one_line_per_item(kind, capsys):
     main(["ls", kind, "--json"])
     listed = json.loads(capsys.readouterr().out)
     assert listed and all(about and "\n" not in about for about in listed.values())
@@ -51,7 +51,7 @@ def test_all_of_a_kind_are_told_in_a_line(kind, capsys):
 
 
 @pytest.mark.seconds
-def test_a_pattern_or_a_part_of_a_name(capsys):
+def test_ls_pattern_or_part_of_name_selects_items(capsys):
     main(["ls", "recipes", "flwf/*-ex", "--json"])
     assert all(name.startswith("flwf/") and name.endswith("-ex") for name in json.loads(capsys.readouterr().out))
     main(["ls", "methods", "fedvit", "--json"])
@@ -59,13 +59,13 @@ def test_a_pattern_or_a_part_of_a_name(capsys):
 
 
 @pytest.mark.seconds
-def test_what_there_is_in_numbers(capsys):
+def test_ls_without_kind_counts_all_kinds(capsys):
     main(["ls", "--json"])
     assert json.loads(capsys.readouterr().out).keys() == KINDS.keys()
 
 
 @pytest.mark.seconds
-def test_lists_wait_for_no_torch():
+def test_ls_does_not_import_torch():
     code = (
         "import sys; from lightning_fcl.cli.main import main\n"
         "for kind in ('recipes', 'methods', 'models', 'scenarios', 'partitions'): main(['ls', kind])\n"
@@ -75,13 +75,13 @@ def test_lists_wait_for_no_torch():
 
 
 @pytest.mark.seconds
-def test_who_reads_a_part_of_a_list_sees_no_error():
+def test_ls_into_closed_pipe_prints_no_error():
     code = f"{sys.executable} -m lightning_fcl ls recipes | head -1"
     done = subprocess.run(["bash", "-c", code], capture_output=True, text=True)
     assert done.stdout.startswith("quickstart") and done.stderr == ""
 
 
-def test_the_version(capsys):
+def test_version_option_prints_version(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["--version"])
     assert stop.value.code == 0 and capsys.readouterr().out == f"lightning-fcl {__version__}\n"
@@ -90,7 +90,7 @@ def test_the_version(capsys):
 
 
 def check_flat(name, folder):
-    """The file stands for what the recipe does, but for its folder."""
+    """Check that the flattened file has the same content as the recipe, except for the folder."""
     text = flatten_recipe(RECIPES[name])
     (folder / "recipe.yaml").write_text(text, encoding="utf-8")
     wanted = resolve_recipe(RECIPES[name].recipe)
@@ -101,36 +101,36 @@ def check_flat(name, folder):
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("name", OF_EACH_PAPER[:3])
-def test_a_recipe_becomes_one_file(name, tmp_path):
+def test_flatten_recipe_equals_merged_files(name, tmp_path):
     check_flat(name, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("name", [*OF_EACH_PAPER[3:], *[*RECIPES][::15]])
-def test_more_recipes_become_one_file(name, tmp_path):
+def test_flatten_recipe_more_recipes_equal_merged_files(name, tmp_path):
     check_flat(name, tmp_path)
 
 
 @pytest.mark.seconds
-def test_a_copy_runs_as_it_is(tmp_path, monkeypatch, capsys, error_of):
+def test_cp_quickstart_resolves_to_same_recipe(tmp_path, monkeypatch, capsys, error_of):
     monkeypatch.chdir(tmp_path)
     main(["cp", "quickstart", "mine.yaml"])
     assert "lightning-fcl fit mine.yaml" in capsys.readouterr().out
     copied, recipe = (resolve_recipe(Recipe((Path(path),))) for path in ("mine.yaml", RECIPES["quickstart"].configs[0]))
-    assert copied == recipe | {"out": None}  # `fit mine.yaml` says runs/mine
+    assert copied == recipe | {"out": None}  # `fit mine.yaml` writes to runs/mine.
     assert "Expected a new file, but mine.yaml exists" in error_of(["cp", "flwf/flwf", "mine.yaml"])
     main(["cp", "flwf/flwf-2t-ft", "mine.yaml", "--force"])
     assert "  # Number of communication rounds.\n  max_epochs: 8" in (tmp_path / "mine.yaml").read_text()
 
 
-def test_a_scale_is_a_part_of_a_name():
+def test_find_recipe_with_scale_adds_scale_file():
     assert find_recipe("fedvit/fedvit@small").configs[-1].name == "scale-small.yaml"
     assert find_recipe("fedvit/fedvit").configs[-1].name == "fedvit.yaml"
 
 
 @pytest.mark.seconds
-def test_a_recipe_trains_by_its_name_and_is_tested_by_its_folder(tmp_path, monkeypatch, capsys, change):
+def test_fit_by_name_then_test_by_folder(tmp_path, monkeypatch, capsys, change):
     monkeypatch.chdir(tmp_path)
     main(["fit", "quickstart", change, "--trainer.max_epochs", "1"])
     out = capsys.readouterr().out
@@ -140,7 +140,7 @@ def test_a_recipe_trains_by_its_name_and_is_tested_by_its_folder(tmp_path, monke
 
 
 @pytest.mark.seconds
-def test_validate_trains_nothing(tmp_path, monkeypatch, capsys, change):
+def test_validate_writes_no_files(tmp_path, monkeypatch, capsys, change):
     monkeypatch.chdir(tmp_path)
     main(["validate", "quickstart", change])
     out = capsys.readouterr().out
@@ -152,7 +152,7 @@ def test_validate_trains_nothing(tmp_path, monkeypatch, capsys, change):
     assert not [path for path in tmp_path.glob("**/*") if path.suffix in (".ckpt", ".html", ".csv")]
 
 
-def test_help_of_a_class(capsys):
+def test_fit_help_class_prints_arguments(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["fit", "--help=FLwF2T"])
     out = capsys.readouterr().out

@@ -40,7 +40,7 @@ for words in json.loads(sys.argv[1]):
 
 @pytest.fixture(scope="module")
 def helps():
-    """What the commands' helps show, the time of a process that has shown them so far, and what it has loaded."""
+    """Return the help text, the processor time so far and the imported large packages, for each command."""
     every = [["--help"], *([name, "--help"] for name in COMMANDS)]
     words = [sys.executable, "-c", HELPS, json.dumps(every)]
     lines = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
@@ -49,21 +49,22 @@ def helps():
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("words", [["--help"], *([name, "--help"] for name in COMMANDS)], ids=" ".join)
-def test_help_waits_for_neither_torch_nor_lightning(helps, words):
+def test_help_does_not_import_torch_or_lightning(helps, words):
     shown, seconds, loaded = helps[" ".join(words)]
     assert "usage: lightning-fcl" in shown and loaded == []
     if words == ["--help"]:
         assert all(f"\n  {name} " in shown for name in COMMANDS)
-        assert seconds < 0.3  # of this process alone, however busy the machine is
+        # The processor time of this process does not depend on other processes.
+        assert seconds < 0.3
 
 
-def test_without_a_command_the_help_is_shown(capsys):
+def test_main_without_command_prints_help(capsys):
     main([])
     assert "usage: lightning-fcl" in capsys.readouterr().out
 
 
 @pytest.mark.seconds
-def test_fit_leaves_a_whole_folder(tiny, tmp_path, reports):
+def test_fit_writes_all_files_of_run_folder(tiny, tmp_path, reports):
     out = tmp_path / "out"
     main(["fit", *tiny, "--data.data", "{name: digits}", "--out", str(out)])
     results = json.loads((out / "results.json").read_text())
@@ -79,14 +80,14 @@ def test_fit_leaves_a_whole_folder(tiny, tmp_path, reports):
     assert list(out.glob("events.out.tfevents.*"))
     config = yaml.safe_load((out / "config.yaml").read_text())
     assert config["data"]["partition"]["init_args"]["num_clients"] == 3
-    # The resolved recipe runs as it is, to the same result.
+    # The resolved recipe can be trained, with the same result.
     main(["fit", "--config", str(out / "config.yaml"), "--out", str(tmp_path / "again")])
     again = json.loads((tmp_path / "again" / "results.json").read_text())
     assert again["metrics"] == results["metrics"]
 
 
 @pytest.mark.parametrize("given", [2, 0.34, 1.0])
-def test_participation_is_a_number_or_a_share(tiny, given):
+def test_participation_keeps_int_or_float_type(tiny, given):
     parts = load_recipe(Recipe.from_words([*tiny, "--trainer.strategy.init_args.participation", str(given)]))
     found = parts.strategy.participation
     assert found == given and type(found) is type(given)
@@ -107,7 +108,7 @@ def test_participation_is_a_number_or_a_share(tiny, given):
         ),
     ],
 )
-def test_a_wrong_recipe_gives_one_clear_message(tiny, tmp_path, error_of, change, message):
+def test_fit_invalid_recipe_prints_one_message(tiny, tmp_path, error_of, change, message):
     path = tmp_path / "wrong.yaml"
     path.write_text(yaml.safe_dump(change))
     out = tmp_path / "out"
@@ -117,7 +118,7 @@ def test_a_wrong_recipe_gives_one_clear_message(tiny, tmp_path, error_of, change
     assert not (out / "results.json").exists()
 
 
-def test_a_wrong_argument_of_a_callback_is_told_without_ado(tiny, tmp_path, error_of):
+def test_fit_invalid_callback_argument_prints_plain_error(tiny, tmp_path, error_of):
     path = tmp_path / "wrong.yaml"
     method = {"class_path": "lightning_fcl.callbacks.FedProx", "init_args": {"mu": -1.0}}
     path.write_text(yaml.safe_dump({"trainer": {"callbacks": [method]}}))
@@ -127,7 +128,7 @@ def test_a_wrong_argument_of_a_callback_is_told_without_ado(tiny, tmp_path, erro
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("length", [3000, 0])
-def test_a_damaged_checkpoint_is_named_and_an_earlier_one_taken(tiny, tmp_path, error_of, length):
+def test_damaged_checkpoint_error_suggests_earlier_one(tiny, tmp_path, error_of, length):
     out = tmp_path / "out"
     main(["fit", *tiny, "--out", str(out)])
     (first,) = (out / "checkpoints").glob("*.ckpt")
@@ -143,8 +144,8 @@ def test_a_damaged_checkpoint_is_named_and_an_earlier_one_taken(tiny, tmp_path, 
 
 
 @pytest.mark.seconds
-def test_what_a_checkpoint_names_is_not_called(tiny, tmp_path):
-    """Lightning's command line would build the optimizer, or the module, that a checkpoint's hyperparameters name."""
+def test_checkpoint_hyperparameters_are_not_instantiated(tiny, tmp_path):
+    """LightningCLI would create the optimizer or module that the hyperparameters of a checkpoint name."""
     out, marker = tmp_path / "out", tmp_path / "marker"
     main(["fit", *tiny, "--out", str(out)])
     (path,) = (out / "checkpoints").glob("*.ckpt")
@@ -162,7 +163,7 @@ def test_what_a_checkpoint_names_is_not_called(tiny, tmp_path):
 
 
 @pytest.mark.seconds
-def test_a_recipe_may_bring_its_own_checkpoints_and_a_single_callback(tiny, tmp_path):
+def test_fit_own_model_checkpoint_replaces_default(tiny, tmp_path):
     own = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": {"dirpath": str(tmp_path / "own")}}
     for number, callbacks in enumerate([own, [own]]):
         path = tmp_path / "own.yaml"
@@ -172,7 +173,7 @@ def test_a_recipe_may_bring_its_own_checkpoints_and_a_single_callback(tiny, tmp_
         assert not (tmp_path / f"out-{number}" / "checkpoints").exists()
 
 
-def test_missing_data_are_named_with_the_command_that_brings_them(tmp_path, error_of, monkeypatch):
+def test_missing_dataset_error_names_download_command(tmp_path, error_of, monkeypatch):
     monkeypatch.setenv("LIGHTNING_FCL_DATA", str(tmp_path))
     words = ["fit", "--config", str(RECIPES / "flwf/base.yaml"), "--out", str(tmp_path / "out")]
     assert "lightning-fcl data download ucihar" in error_of(words)
@@ -192,7 +193,7 @@ def test_missing_data_are_named_with_the_command_that_brings_them(tmp_path, erro
         ("analytic", 6),
     ],
 )
-def test_every_recipe_is_part_of_a_row(paper, number):
+def test_every_recipe_file_belongs_to_a_row(paper, number):
     rows = paper_rows(RECIPES / paper, None)
     assert len(rows) == number
     used = {path.resolve() for row in rows.values() for path in row.configs}
@@ -204,7 +205,7 @@ def test_every_recipe_is_part_of_a_row(paper, number):
 
 
 @pytest.mark.parametrize("paper", ["flwf", "flwf-as-written"])
-def test_a_recipe_of_one_file_names_its_command(paper):
+def test_single_file_recipe_contains_its_command(paper):
     for row, recipe in paper_rows(RECIPES / paper, None).items():
         text = recipe.configs[-1].read_text()
         assert f"--config recipes/{paper}/{recipe.configs[-1].name}" in text
@@ -213,9 +214,10 @@ def test_a_recipe_of_one_file_names_its_command(paper):
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("search", sorted(RECIPES.glob("*/search*.yaml")), ids=lambda path: path.stem)
-def test_every_search_file_is_understood(search):
+def test_every_search_file_is_valid(search):
     content = yaml.safe_load(search.read_text())
-    row = "GEM own head no margin" if "scale" in content else None  # a row's recipe comes before its configs
+    # With a row, the recipe of the row comes before the files of `configs`.
+    row = "GEM own head no margin" if "scale" in content else None
     for name, entry in expand_grids(yaml.safe_load((search.parent / "rows.yaml").read_text())).items():
         row = name if entry.search == search.name else row
     for case in content.get("variants", [None]):
@@ -224,7 +226,7 @@ def test_every_search_file_is_understood(search):
 
 @pytest.mark.seconds
 @pytest.mark.data
-def test_reproduce_writes_the_table_and_continues(data_folder, tmp_path, capsys):
+def test_reproduce_writes_table_and_resumes(data_folder, tmp_path, capsys):
     words = ["reproduce", "flwf", "--rows", "FCL-FT,FLwF-2T/FT + ex", "--scale", "smoke", "--seeds", "2"]
     words += ["--out", str(tmp_path), "--workers", "1"]
     main(words)
@@ -245,7 +247,8 @@ def test_reproduce_writes_the_table_and_continues(data_folder, tmp_path, capsys)
     assert table.rows["FCL-FT"]["A_2/client1"].paper == 0.5
     capsys.readouterr()
     stamp = (tmp_path / "fcl-ft" / "seed-0" / "results.json").stat().st_mtime_ns
-    (tmp_path / "fcl-ft" / "seed-1" / "results.json").unlink()  # as if it had been cut off before its end
+    # Simulate an interrupted run.
+    (tmp_path / "fcl-ft" / "seed-1" / "results.json").unlink()
     main(words)
     assert "3 of 4 runs are already finished" in capsys.readouterr().err
     assert (tmp_path / "fcl-ft" / "seed-0" / "results.json").stat().st_mtime_ns == stamp
@@ -285,7 +288,7 @@ figures:
 
 
 @pytest.mark.seconds
-def test_reproduce_draws_the_figures_of_a_paper(tmp_path, monkeypatch, capsys, reports):
+def test_reproduce_writes_figures_of_paper(tmp_path, monkeypatch, capsys, reports):
     digits = load_dataset("digits")
     rows = ArrayDataset(digits.x[:300].reshape(300, 8, 8), digits.y[:300], None, digits.classes, None, None)
     monkeypatch.setattr("lightning_fcl.data.samples.load_dataset", lambda name, root: rows)
@@ -305,7 +308,7 @@ def test_reproduce_draws_the_figures_of_a_paper(tmp_path, monkeypatch, capsys, r
     assert (out / "one" / "seed-1" / "report.html").exists()
 
 
-def test_data_commands(capsys, error_of, tmp_path, monkeypatch):
+def test_data_ls_and_verify_report_datasets(capsys, error_of, tmp_path, monkeypatch):
     main(["data", "ls"])
     assert "ucihar" in capsys.readouterr().out
     main(["data", "verify", "digits"])
@@ -316,7 +319,7 @@ def test_data_commands(capsys, error_of, tmp_path, monkeypatch):
 
 
 @pytest.mark.seconds
-def test_a_recipe_without_max_epochs_runs_all_rounds(tiny, tmp_path):
+def test_fit_without_max_epochs_trains_all_rounds(tiny, tmp_path):
     path = tmp_path / "open.yaml"
     path.write_text(
         yaml.safe_dump({"trainer": {"max_epochs": None}, "data": {"scenario": {"rounds_per_experience": 2}}})
@@ -328,8 +331,8 @@ def test_a_recipe_without_max_epochs_runs_all_rounds(tiny, tmp_path):
 
 
 @pytest.mark.seconds
-def test_a_row_of_several_files_sets_and_expects(tmp_path, capsys, monkeypatch, small_recipe):
-    """Rows may share files, set arguments of their own and bring the paper's numbers."""
+def test_row_with_overrides_and_expected_is_reproduced(tmp_path, capsys, monkeypatch, small_recipe):
+    """Rows can share files, set their own arguments and contain the paper's numbers."""
     folder = tmp_path / "recipes" / "mine"
     folder.mkdir(parents=True)
     base = yaml.safe_load((RECIPES / "quickstart.yaml").read_text())
@@ -356,8 +359,8 @@ def test_a_row_of_several_files_sets_and_expects(tmp_path, capsys, monkeypatch, 
 
 
 @pytest.mark.seconds
-def test_an_error_in_one_run_lets_no_other_begin(tmp_path, monkeypatch):
-    fork = multiprocessing.get_context("fork")  # these need not import torch and Lightning anew
+def test_run_jobs_error_cancels_queued_jobs(tmp_path, monkeypatch):
+    fork = multiprocessing.get_context("fork")  # Forked processes need not import torch and Lightning again.
     monkeypatch.setattr("lightning_fcl.cli.jobs.multiprocessing.get_context", lambda method=None: fork)
     recipe = tmp_path / "wrong.yaml"
     recipe.write_text("data: {clients: none at all}\n")
@@ -368,7 +371,7 @@ def test_an_error_in_one_run_lets_no_other_begin(tmp_path, monkeypatch):
 
 
 @pytest.mark.seconds
-def test_a_run_without_a_logger_writes_below_its_folder_only(tiny, tmp_path, monkeypatch):
+def test_fit_without_logger_writes_only_to_out(tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "silent.yaml"
     path.write_text(yaml.safe_dump({"trainer": {"logger": False}}))
@@ -378,10 +381,10 @@ def test_a_run_without_a_logger_writes_below_its_folder_only(tiny, tmp_path, mon
 
 
 ODFCL = paper_rows(RECIPES / "odfcl", None)
-# Those left out are the same files with another rate, swarm or base session; `make recipes` runs them all.
+# These rows differ from the tested rows only in the rate, swarm or base session. `make recipes` runs all rows.
 ALIKE = r"naive at|swarm of [125]$|fine-tuning: |ODFCL: |joint training: base|ridge: ORL"
 TRIED = [row for row in ODFCL if not re.search(ALIKE, row)]
-# `make recipes` also runs all rows, where the data set is there.
+# `make recipes` also runs all rows if the dataset is available.
 SLOW_ROW = {
     row: [pytest.mark.slow] if re.search("swarm|ridge", row) else [pytest.mark.slow, pytest.mark.long] for row in TRIED
 }
@@ -389,7 +392,7 @@ SLOW_ROW = {
 
 @pytest.fixture
 def short(tmp_path):
-    """Copies a recipe, with a base session of one epoch, kept in a folder of the test."""
+    """Return a function that copies a recipe with a base session of one epoch, cached in the folder of the test."""
 
     def copy(path):
         recipe = yaml.safe_load(path.read_text())
@@ -408,7 +411,7 @@ def short(tmp_path):
 @pytest.mark.seconds
 @pytest.mark.data
 @pytest.mark.parametrize("row", [row if row == "ODFCL" else pytest.param(row, marks=SLOW_ROW[row]) for row in TRIED])
-def test_rows_of_odfcl_at_the_smallest_scale(data_folder, short, tmp_path, row):
+def test_odfcl_rows_smoke_scale_communicate_expected_bytes(data_folder, short, tmp_path, row):
     recipe, smallest = ODFCL[row], RECIPES / "odfcl" / "scale-smoke.yaml"
     words = [word for path in (*recipe.configs, smallest) for word in short(path)]
     main(
@@ -427,14 +430,14 @@ def test_rows_of_odfcl_at_the_smallest_scale(data_folder, short, tmp_path, row):
     nodes = int(settings.get("data.scenario.init_args.num_nodes", 3))
     assert len(record["groups"]) == 10 and record["totals"] == [3] * 10
     assert record["tasks"]["server"] == [[0, 1, 2, 3], [4, 5, 6], [7, 8, 9]]
-    assert sum(record["start"][4:]) == 0  # nobody has taught them yet
+    assert sum(record["start"][4:]) == 0  # The model has not been trained on these classes yet.
     rounds = int(settings.get("data.scenario.init_args.rounds_per_session", 2))
     expected = [dict.fromkeys([*(f"node{n + 1}" for n in range(nodes)), "server"], e) for e in (1, 2)]
     assert [entry["experience"] for entry in record["rounds"]] == [e for e in expected for _ in range(rounds)]
     up, down = (32_328, 6_400) if "ODFCL-ridge" in row else (24_040, 24_040)
     sums, counts = {"ODFCL from ridge regression": (33_048, 0), "balanced softmax": (40, 40)}.get(row, (0, 0))
     for number, entry in enumerate(record["rounds"]):
-        once = sums if number % rounds == 0 else 0  # in a session's first round
+        once = sums if number % rounds == 0 else 0  # uploaded only in the first round of a session
         for way, size in (("upload_bytes", up + once), ("download_bytes", down + counts)):
             assert {c: n for c, n in entry[way].items() if c != entry["master"]} == {
                 c: size for c in entry[way] if c != entry["master"]
@@ -444,7 +447,7 @@ def test_rows_of_odfcl_at_the_smallest_scale(data_folder, short, tmp_path, row):
     assert len(list((tmp_path / "base-sessions").glob("*.safetensors"))) == 1
 
 
-def test_grids_make_rows():
+def test_expand_grids_combines_rows_and_changes():
     grid = {"rows": ["A"], "with": {"more": {"configs": ["b.yaml"], "overrides": {"y": 2}}}, "scales": ["paper"]}
     content = {"rows": {"A": {"configs": ["a.yaml"], "overrides": {"x": 1}}}, "grids": [grid]}
     assert expand_grids(content)["more A"] == RowEntry(
@@ -456,7 +459,7 @@ def test_grids_make_rows():
         expand_grids({**content, "grids": [{**grid, "expected": {"less A": {}}}]})
 
 
-def test_rows_of_another_scale_are_left_out(tmp_path):
+def test_paper_rows_at_scale_excludes_other_rows(tmp_path):
     rows = {"A": "a.yaml", "B": {"configs": ["b.yaml"], "scales": ["paper"]}}
     (tmp_path / "rows.yaml").write_text(yaml.safe_dump({"base": "base.yaml", "rows": rows}))
     assert list(paper_rows(tmp_path, None)) == ["A", "B"] and list(paper_rows(tmp_path, None, "small")) == ["A"]
@@ -469,7 +472,7 @@ def test_rows_of_another_scale_are_left_out(tmp_path):
 
 
 def telling_rows():
-    """Rows of fedvit that have a file, or a setting, that no row before them has, at any scale."""
+    """Return the rows of fedvit, at any scale, with a file or a setting that no earlier row has."""
     seen, found = set(), []
     for scale in ("paper", "medium", "small", "smoke"):
         for name, row in paper_rows(RECIPES / "fedvit", None, scale).items():
@@ -484,5 +487,5 @@ def telling_rows():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", telling_rows())
-def test_every_row_is_understood(recipe):
+def test_every_fedvit_row_is_valid(recipe):
     assert resolve_recipe(recipe)["data"]["scenario"]["class_path"].endswith("FedViTScenario")

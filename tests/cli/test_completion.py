@@ -1,4 +1,4 @@
-"""What real shells complete."""
+"""Completion in real shells."""
 
 import shutil
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 from lightning_fcl.cli.main import COMMANDS
 from lightning_fcl.runs.paper_rows import list_recipes
 
-# What bash does when somebody presses the tabulator behind the words.
+# The script simulates the tab key after the words.
 TAB = """
 source ./script
 COMP_WORDS=({words}); COMP_CWORD=$(( ${{#COMP_WORDS[@]}} - 1 )); COMP_LINE="{words}"; COMP_POINT=${{#COMP_LINE}}
@@ -21,7 +21,7 @@ printf "%s\\n" "${{COMPREPLY[@]}}"
 
 @pytest.fixture(scope="module")
 def script(tmp_path_factory):
-    """The folder of bash's script, written by a process that loads no torch."""
+    """Return the folder of bash's completion script, which a process writes without importing torch."""
     folder = tmp_path_factory.mktemp("completion")
     code = "import sys; from lightning_fcl.cli.main import main; main(['completion', 'bash'])\n"
     code += "heavy = {'torch', 'lightning', 'avalanche'} & set(sys.modules); assert not heavy, heavy"
@@ -49,7 +49,7 @@ def script(tmp_path_factory):
         ("lightning-fcl export runs --format o", "yes", {"onnx"}),
     ],
 )
-def test_bash_completes(script, words, last, expected):
+def test_bash_completion_returns_candidates(script, words, last, expected):
     done = subprocess.run(
         ["bash", "-c", TAB.format(words=words, last=last)], cwd=script, capture_output=True, text=True, timeout=900
     )
@@ -64,7 +64,7 @@ def test_bash_completes(script, words, last, expected):
 
 
 @pytest.mark.skipif(not shutil.which("zsh"), reason="there is no zsh")
-def test_zsh_takes_its_script(tmp_path):
+def test_zsh_completion_script_registers_function(tmp_path):
     code = "from lightning_fcl.cli.main import main; main(['completion', 'zsh'])"
     text = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=900).stdout
     (tmp_path / "script").write_text(text)

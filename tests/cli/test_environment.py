@@ -1,4 +1,4 @@
-"""Commands in an environment that has no home, no output, no directory or no memory end in one message."""
+"""Commands in an environment without a home directory, output, working directory or memory."""
 
 import os
 import subprocess
@@ -11,7 +11,10 @@ MAIN = [sys.executable, "-m", "lightning_fcl.cli.main"]
 
 @pytest.fixture
 def run(tmp_path):
-    """Run a shell command in which $FCL is the command line, and return its exit status and what it wrote."""
+    """Return a function that runs a shell command with $FCL as the command line.
+
+    The function returns the exit status and the error output.
+    """
 
     def ended(script, **variables):
         environment = {**os.environ, "FCL": " ".join(MAIN), "LIGHTNING_FCL_CACHE": str(tmp_path / "cache"), **variables}
@@ -37,14 +40,14 @@ def run(tmp_path):
         ("ulimit -v 1000000; $FCL fit quickstart --out out", "Expected more memory"),
     ],
 )
-def test_command_in_an_unusable_environment_ends_in_one_message(run, script, message):
+def test_command_unusable_environment_prints_one_message(run, script, message):
     code, said = run(script)
     assert code == 2 and said.count("lightning-fcl: error: ") == 1 and message in said
 
 
 @pytest.mark.seconds
 @pytest.mark.processes
-def test_command_with_closed_streams_runs_and_writes_its_files(run, tmp_path):
+def test_command_closed_streams_writes_files(run, tmp_path):
     assert run("$FCL cp quickstart my.yaml <&- >&-") == (0, "")
     assert "Federat" in (tmp_path / "my.yaml").read_text()
 
@@ -52,7 +55,7 @@ def test_command_with_closed_streams_runs_and_writes_its_files(run, tmp_path):
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("home", ["home", pytest.param("/proc/nothing", marks=pytest.mark.long)])
-def test_fit_writes_nothing_to_the_home_directory_and_needs_none(run, tmp_path, tiny, home):
+def test_fit_does_not_use_home_directory(run, tmp_path, tiny, home):
     (tmp_path / "home").mkdir()
     code, said = run(f"$FCL fit {' '.join(tiny)} --trainer.max_epochs 1 --out out", HOME=str(tmp_path / home))
     assert code == 0, said
@@ -87,7 +90,7 @@ FILES = {
         ["zoo", "push", "run", "--name", "a.b", "--to", "zoo"],
     ],
 )
-def test_command_with_a_file_that_never_ends_is_one_message(tmp_path, monkeypatch, capsys, kind, words, error_of):
+def test_command_endless_file_prints_one_message(tmp_path, monkeypatch, capsys, kind, words, error_of):
     """A reader that waited for a writer, or for the end of a device, would hang until the time limit of the tests."""
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "file.yaml"

@@ -1,4 +1,4 @@
-"""What a file says, damaged or evil, is refused in one message: nothing in it is called, and nothing hangs."""
+"""Damaged and malicious files end a command with one message. The command calls nothing in them, and does not hang."""
 
 import json
 
@@ -10,7 +10,7 @@ from lightning_fcl.cli.main import main
 
 
 @pytest.mark.parametrize("command", ["fit", "test", "tune", "edge-report"])
-def test_documents_that_grow_without_end_are_refused_by_every_command(tmp_path, error_of, command):
+def test_command_recursive_yaml_prints_error(tmp_path, error_of, command):
     path = tmp_path / "evil.yaml"
     path.write_text("trainer: &t {max_epochs: 1, callbacks: *t}")
     words = [command, "--config", str(path)] if command in ("fit", "test") else [command, str(path)]
@@ -18,7 +18,7 @@ def test_documents_that_grow_without_end_are_refused_by_every_command(tmp_path, 
 
 
 @pytest.mark.slow
-def test_a_checkpoint_that_cannot_be_restored_is_one_message(tiny, tmp_path, capsys):
+def test_fit_changed_checkpoint_prints_one_message(tiny, tmp_path, capsys):
     out, again = tmp_path / "out", tmp_path / "again"
     main(["fit", *tiny, "--out", str(out)])
     (path,) = (out / "checkpoints").glob("*.ckpt")
@@ -47,7 +47,7 @@ def test_a_checkpoint_that_cannot_be_restored_is_one_message(tiny, tmp_path, cap
 @pytest.mark.parametrize("named", ["os.system", "os.popen", "no.such.thing"])
 @pytest.mark.parametrize("command", ["fit", "edge-report"])
 @pytest.mark.parametrize("part", ["an optimizer", "a callback", "data"])
-def test_a_recipe_cannot_pass_a_command_for_a_part(tiny, tmp_path, error_of, named, command, part):
+def test_recipe_with_command_as_class_is_rejected(tiny, tmp_path, error_of, named, command, part):
     path, marker = tmp_path / "evil.yaml", tmp_path / "marker"
     evil = {"class_path": named, "init_args": {"command": f"touch {marker}"}}
     parts = {"an optimizer": {"model": {"init_args": {"optimizer": evil}}}, "data": {"data": {"data": evil}}}
@@ -58,7 +58,7 @@ def test_a_recipe_cannot_pass_a_command_for_a_part(tiny, tmp_path, error_of, nam
 
 
 @pytest.mark.seconds
-def test_a_checkpoint_is_read_as_tensors_and_plain_values_alone(tiny, tmp_path, error_of):
+def test_checkpoint_weights_only_false_is_rejected(tiny, tmp_path, error_of):
     words = [*tiny, "--ckpt_path", str(tmp_path / "x.ckpt"), "--weights_only", "false"]
     assert "Expected `weights_only` to be true, but got false" in error_of(["fit", *words])
     words = [*tiny, "--ckpt_path", "http://127.0.0.1:1/x.ckpt"]

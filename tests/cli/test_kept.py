@@ -1,4 +1,4 @@
-"""Finished runs that lie beside the recipes: taken, named where they cannot be, and run anew."""
+"""Committed runs in the recipe folder: reused if the fingerprint is the same, otherwise trained again."""
 
 import json
 
@@ -17,7 +17,7 @@ RECIPES = recipes_folder()
 
 @pytest.fixture
 def toy(tmp_path, monkeypatch, small_recipe):
-    """A paper with a row and a scale, which runs in a moment; its folder."""
+    """Create a paper with one row and one scale that trains quickly, and return its folder."""
     folder = tmp_path / "recipes" / "toy"
     folder.mkdir(parents=True)
     (folder / "base.yaml").write_text((RECIPES / "quickstart.yaml").read_text())
@@ -33,7 +33,7 @@ def reproduce(out, *more, seeds=1):
 
 
 @pytest.mark.seconds
-def test_a_kept_run_is_taken_as_finished(toy, tmp_path, monkeypatch, capsys):
+def test_reproduce_reuses_committed_run(toy, tmp_path, monkeypatch, capsys):
     reproduce(tmp_path / "first", "--commit-runs")
     kept = toy / "smoke" / "a-row" / "seed-0"
     assert f"Copied the run to {kept}" in capsys.readouterr().out
@@ -69,7 +69,7 @@ def test_a_kept_run_is_taken_as_finished(toy, tmp_path, monkeypatch, capsys):
         ),
     ],
 )
-def test_a_kept_run_that_cannot_be_used_is_named_and_run_anew(toy, tmp_path, monkeypatch, capsys, damage, said):
+def test_reproduce_unusable_committed_run_trains_again(toy, tmp_path, monkeypatch, capsys, damage, said):
     reproduce(tmp_path / "first", "--commit-runs")
     damage(toy / "smoke" / "a-row" / "seed-0")
     ran = []
@@ -85,7 +85,7 @@ def test_a_kept_run_that_cannot_be_used_is_named_and_run_anew(toy, tmp_path, mon
 
 
 @pytest.mark.seconds
-def test_a_changed_recipe_does_not_take_what_was_kept(toy, tmp_path, capsys):
+def test_reproduce_changed_recipe_ignores_committed_run(toy, tmp_path, capsys):
     reproduce(tmp_path / "first", "--commit-runs")
     scale = yaml.safe_load((toy / "scale-smoke.yaml").read_text())
     scale["trainer"]["max_epochs"] = 2
@@ -98,7 +98,7 @@ def test_a_changed_recipe_does_not_take_what_was_kept(toy, tmp_path, capsys):
 
 
 @pytest.mark.seconds
-def test_a_run_of_the_first_tasks_goes_on_to_the_others(toy, tmp_path, monkeypatch, capsys):
+def test_reproduce_run_of_first_tasks_resumes_with_more_tasks(toy, tmp_path, monkeypatch, capsys):
     scale = yaml.safe_load((toy / "scale-smoke.yaml").read_text())
     scale["trainer"]["max_epochs"] = None
     (toy / "scale-smoke.yaml").write_text(yaml.safe_dump(scale))
@@ -132,7 +132,7 @@ def test_a_run_of_the_first_tasks_goes_on_to_the_others(toy, tmp_path, monkeypat
     assert own == rounds and "--ckpt_path" in ran[1] and "tasks" not in found
     assert found["metrics"] == whole["metrics"]
     assert found["seconds"] > sum(entry["seconds"] for entry in found["record"]["rounds"]) - 0.1
-    reproduce(tmp_path / "out", "--tasks", "1")  # of what is whole
+    reproduce(tmp_path / "out", "--tasks", "1")  # The finished run contains these tasks.
     assert len(ran) == 2
     again = read_table(tmp_path / "out" / "table.json").rows
     assert again["a row"]["final_accuracy/server"] == first["a row"]["final_accuracy/server"]
@@ -140,7 +140,7 @@ def test_a_run_of_the_first_tasks_goes_on_to_the_others(toy, tmp_path, monkeypat
     assert len(ran) == 2 and f"Reused 1 of 1 runs from {toy / 'smoke'}" in capsys.readouterr().err
 
 
-def test_the_table_of_finished_runs_needs_one(toy, tmp_path, capsys):
+def test_reproduce_finished_only_without_runs_raises(toy, tmp_path, capsys):
     with pytest.raises(SystemExit):
         reproduce(tmp_path / "out", "--finished-only")
     assert f"Expected finished runs in {tmp_path / 'out'} or {toy / 'smoke'}" in capsys.readouterr().err

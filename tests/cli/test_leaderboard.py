@@ -1,4 +1,4 @@
-"""`lightning-fcl leaderboard`: methods under protocols, resumed, searched for, and named where they are unknown."""
+"""`lightning-fcl leaderboard`: tables and charts of protocols, finished runs, searches and unknown names."""
 
 import pytest
 import yaml
@@ -12,7 +12,7 @@ RECIPES = recipes_folder()
 
 @pytest.fixture
 def boards(tmp_path, monkeypatch, small_recipe):
-    """A leaderboard of two methods, one of them with a search, under two protocols."""
+    """Create a leaderboard of two methods, one of them with a search, under two protocols."""
     folder = tmp_path / "recipes" / "leaderboard"
     (folder / "best").mkdir(parents=True)
     small = small_recipe(rounds=2, clients=2)
@@ -56,7 +56,7 @@ def leaderboard(out, *more):
 
 
 @pytest.mark.seconds
-def test_each_protocol_has_its_table_and_its_picture_and_what_is_finished_is_not_run_again(boards, tmp_path, capsys):
+def test_leaderboard_writes_tables_and_skips_finished_runs(boards, tmp_path, capsys):
     out = tmp_path / "out"
     leaderboard(out, "--seeds", "2", "--protocols", "P1")
     said = capsys.readouterr().out
@@ -77,7 +77,7 @@ def test_each_protocol_has_its_table_and_its_picture_and_what_is_finished_is_not
 
 
 @pytest.mark.seconds
-def test_a_search_writes_the_best_settings_of_each_method_that_has_one(boards, tmp_path):
+def test_leaderboard_search_writes_best_settings_per_method(boards, tmp_path):
     leaderboard(tmp_path / "out", "--search")
     found = tmp_path / "out" / "searches" / "best"
     assert [path.name for path in found.iterdir()] == ["with-prox.yaml"]
@@ -85,13 +85,13 @@ def test_a_search_writes_the_best_settings_of_each_method_that_has_one(boards, t
     assert callbacks[-1]["init_args"]["mu"] in (0.1, 1.0)
 
 
-def test_what_is_unknown_is_named(error_of):
+def test_leaderboard_unknown_names_raise_with_hint(error_of):
     assert "Expected `protocols` to be among P4 TinyImageNet" in error_of(["leaderboard", "--protocols", "P9"])
     assert "Did you mean FedProx?" in error_of(["leaderboard", "--methods", "FedProxx"])
     assert "`seeds` to be at least 1 but got 0" in error_of(["leaderboard", "--seeds", "0"])
 
 
-def test_every_row_of_the_leaderboard_has_its_files_and_its_notes():
+def test_leaderboard_rows_have_files_and_notes():
     folder = paper_folder("leaderboard")
     content = yaml.safe_load((folder / "rows.yaml").read_text())
     entries = expand_grids(content)

@@ -1,4 +1,4 @@
-"""Listings of public names, read from the source, and imports without garbage collection."""
+"""Lists of public names, which are read from the source, and imports without garbage collection."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def imported_summaries(module, kind=object):
 @pytest.mark.parametrize(
     ("module", "kind"), [(methods, methods.Method), (scenarios, Scenario), (partition, Partition), (models, object)]
 )
-def test_summaries_are_those_of_the_imported_classes(module, kind):
+def test_public_summaries_equal_imported_docstrings(module, kind):
     base = kind.__name__ if kind is not object else ""
     expected = imported_summaries(module, kind)
     found = public_summaries(module.__name__, base)
@@ -46,21 +46,21 @@ def test_summaries_are_those_of_the_imported_classes(module, kind):
 
 
 @pytest.mark.parametrize("package", [lightning_fcl, callbacks])
-def test_every_public_name_has_a_summary_or_is_of_another_package(package):
+def test_public_summaries_contain_all_own_names(package):
     found = public_summaries(package.__name__)
     own = [name for name in package.__all__ if getattr(package, name).__module__.startswith(package.__name__)]
     assert len(own) > 3 and {*own} <= {*found}
     assert all(found.values())
 
 
-def test_summaries_import_nothing_of_what_they_list():
+def test_public_summaries_import_no_listed_module():
     code = "import sys\nfrom lightning_fcl.cli.listings import public_summaries\n"
     code += "public_summaries('lightning_fcl.methods', 'Method'), public_summaries('lightning_fcl.data.scenarios')\n"
     code += "print(sorted({'torch', 'numpy', 'lightning'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
 
 
-def test_garbage_collection_is_switched_on_again_after_imports_only_if_it_was_on():
+def test_fast_imports_restores_garbage_collection_state():
     with fast_imports():
         assert not gc.isenabled()
         import_module("lightning_fcl.cli.listings")

@@ -1,4 +1,4 @@
-"""What people type wrongly, and the message that they get: the argument, the value, the remedy."""
+"""Messages about typing mistakes: they contain the argument, the value and the fix."""
 
 import shlex
 
@@ -187,7 +187,7 @@ LATER = [pytest.param(*one, marks=pytest.mark.slow) for one in FIT[12:]]
 
 
 @pytest.mark.parametrize(("words", "message"), [*FIT[:12], *LATER])
-def test_a_fit_that_is_not_understood(words, message, error_of):
+def test_fit_invalid_words_print_message_with_fix(words, message, error_of):
     before = ["--trainer.enable_progress_bar", "false", "--out", "out"]
     own = words.split()
     recipes = [word for word in own if word.endswith(".yaml")]
@@ -195,7 +195,7 @@ def test_a_fit_that_is_not_understood(words, message, error_of):
 
 
 @pytest.mark.parametrize(("words", "message"), OTHERS)
-def test_another_command_that_is_not_understood(words, message, error_of):
+def test_command_invalid_words_print_message_with_fix(words, message, error_of):
     assert message in error_of(shlex.split(words))
 
 
@@ -213,7 +213,7 @@ class Broken(Classifier):
 
 
 @pytest.mark.seconds
-def test_what_nobody_has_foreseen_keeps_its_traceback_in_a_file(tmp_path, monkeypatch, capsys):
+def test_unexpected_error_writes_traceback_file(tmp_path, monkeypatch, capsys):
     (tmp_path / "broken_model.py").write_text(BROKEN)
     monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.setenv("TMPDIR", str(tmp_path))

@@ -1,4 +1,4 @@
-"""Recipes that name classes of the working directory, run by the installed command."""
+"""Recipes that name classes in the working directory, run by the installed command."""
 
 import os
 import subprocess
@@ -75,7 +75,7 @@ def folder(tmp_path):
 
 
 @pytest.mark.slow
-def test_fit_and_test_find_them(folder):
+def test_fit_and_test_find_classes_of_working_directory(folder):
     code = """
 from pathlib import Path
 from lightning_fcl.cli.main import main
@@ -85,14 +85,15 @@ main(["test", "--config", "my.yaml", "--ckpt_path", str(checkpoint)])
 """
     package = str(Path(lightning_fcl.__file__).parent.parent)
     environment = {**os.environ, "PYTHONPATH": package, "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, "-P", "-c", code]  # as of the installed command, its own folder stands first in `sys.path`
+    # `-P` leaves the working directory out of `sys.path`, as for the installed command.
+    words = [sys.executable, "-P", "-c", code]
     done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and "test/accuracy" in done.stdout, done.stderr
 
 
 @pytest.fixture
 def here(folder, monkeypatch):
-    """Commands run in that folder, in this process, and what they find there is forgotten afterwards."""
+    """Run commands in the folder, in this process, and unload the modules of the folder afterwards."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [*sys.path])
     before = {*sys.modules}
@@ -104,7 +105,7 @@ def here(folder, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_worker_processes_find_them_and_their_number_changes_nothing(here):
+def test_tune_workers_find_classes_and_give_equal_results(here):
     rows = []
     for workers in "12":
         main(["tune", "search.yaml", "--out", workers, "--workers", workers])
@@ -113,6 +114,6 @@ def test_worker_processes_find_them_and_their_number_changes_nothing(here):
     assert rows[0] == rows[1]
 
 
-def test_a_class_that_is_nowhere_is_named(here, error_of):
+def test_fit_missing_class_error_names_module(here, error_of):
     (here / "my_model.py").unlink()
     assert "my_model" in error_of(["fit", "--config", "my.yaml", "--out", "out"])

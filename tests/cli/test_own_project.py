@@ -1,4 +1,4 @@
-"""A project's own command line, as its page has it."""
+"""The command line of a user's project, as in `docs/custom-cli.md`."""
 
 import json
 import re
@@ -20,7 +20,7 @@ COMMANDS = re.findall(r"^python (project.py .*)$", PAGE, re.MULTILINE)
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
-    """Runs the page's script with some words, as `python` does, but here: starting takes longer than the runs do."""
+    """Return a function that runs the script of the page in this process, because starting a process takes longer."""
     (tmp_path / "project.py").write_text(SCRIPT)
     monkeypatch.chdir(tmp_path)
 
@@ -32,7 +32,7 @@ def project(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_page(project, tmp_path, capsys):
+def test_page_commands_train_and_test(project, tmp_path, capsys):
     quiet = "--trainer.enable_progress_bar false --trainer.accelerator cpu"
     for command in COMMANDS:
         project(shlex.split(f"{command} {quiet}"))
@@ -40,7 +40,7 @@ def test_the_commands_of_the_page(project, tmp_path, capsys):
     results = json.loads((tmp_path / "runs/fit/results.json").read_text())
     assert results["command"] == "python project.py fit --config runs/fit/config.yaml" and results["finished"]
     config = yaml.safe_load((tmp_path / "runs/fit/config.yaml").read_text())
-    assert config["model"]["width"] == 16  # the second command went on from the first one's recipe
+    assert config["model"]["width"] == 16  # The second command used the recipe that the first command wrote.
     assert config["trainer"]["strategy"]["init_args"]["local_epochs"] == 3
     assert len(COMMANDS) == 3
 
@@ -52,7 +52,7 @@ def test_the_commands_of_the_page(project, tmp_path, capsys):
         ("--trainer.max_epochs 9", "at most 5, the number of rounds of the stream, but got 9. Set `max_epochs=5`"),
     ],
 )
-def test_mistakes_on_the_page_s_command_line(project, capsys, words, message):
+def test_page_command_line_mistakes_print_message(project, capsys, words, message):
     with pytest.raises(SystemExit) as stop:
         project(["project.py", "fit", "--data.partition", "IID", *words.split()])
     assert stop.value.code == 2 and message in capsys.readouterr().err
@@ -69,7 +69,7 @@ def test_mistakes_on_the_page_s_command_line(project, capsys, words, message):
         ("fit --model.width", "Expected a value after `--model.width`, but got none."),
     ],
 )
-def test_mistakes_beside_arguments_of_one_s_own(project, capsys, words, message, tmp_path):
+def test_own_arguments_mistakes_print_message(project, capsys, words, message, tmp_path):
     more = "\n".join([
         "class Own(FederatedCLI):",
         "    def add_arguments_to_parser(self, parser):",
@@ -85,7 +85,7 @@ def test_mistakes_beside_arguments_of_one_s_own(project, capsys, words, message,
     assert stop.value.code == 2 and message in capsys.readouterr().err
 
 
-def test_variables_of_the_environment_are_read(monkeypatch):
+def test_default_env_reads_environment_variables(monkeypatch):
     monkeypatch.setenv("PL_TRAINER__MAX_EPOCHS", "7")
     monkeypatch.setenv("PL_DATA__BATCH_SIZE", "5")
     words = "--model.model=lightning_fcl.models.MLP --model.model.sizes=[64,10] --model.num_classes=10"
@@ -95,23 +95,23 @@ def test_variables_of_the_environment_are_read(monkeypatch):
     assert (cli.trainer.max_epochs, cli.datamodule.batch_size) == (7, 5)
 
 
-def test_parts_without_a_command():
+def test_federated_cli_run_false_creates_objects():
     words = "--model.model=lightning_fcl.models.MLP --model.model.sizes=[64,10] --model.num_classes=10"
     cli = FederatedCLI(lightning_fcl.Classifier, args=[*words.split(), "--trainer.barebones=true"], run=False)
     assert isinstance(cli.trainer.strategy, lightning_fcl.FederatedStrategy)
     assert isinstance(cli.datamodule, FederatedStream) and cli.model.num_classes == 10
 
 
-def test_own_errors_keep_their_traceback():
+def test_federated_cli_own_error_is_raised_unchanged():
     class Broken(lightning_fcl.Classifier):
         def __init__(self):
-            raise ValueError("a mistake of the project's own")
+            raise ValueError("an error in the user's own class")
 
     with pytest.raises(ValueError, match="own"):
         FederatedCLI(Broken, args=[], run=False)
 
 
-def test_the_page_s_errors(capsys):
+def test_page_error_table_lists_all_errors(capsys):
     exec(ERRORS, {})
     assert capsys.readouterr().out == "Use 0 or more.\n"
     listed = re.findall(r"^\| `(\w+)` \| `\w+` \| `([\w-]+)` \|$", PAGE, re.MULTILINE)
@@ -120,7 +120,7 @@ def test_the_page_s_errors(capsys):
     assert len(listed) + 1 == sum(issubclass(kind, errors.LightningFCLError) for kind in kinds)
 
 
-def test_the_page_s_histograms(fit, make_stream, make_task, tmp_path):
+def test_page_histograms_callback_logs_each_client(fit, make_stream, make_task, tmp_path):
     from lightning.pytorch.loggers import TensorBoardLogger
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

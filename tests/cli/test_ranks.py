@@ -1,4 +1,4 @@
-"""`fit` on several processes, as the command line starts them: killed, told to stop, refused."""
+"""`fit` in several processes: equal results, killed processes, signals and too many processes."""
 
 import json
 import os
@@ -23,7 +23,7 @@ def words(out, devices, *more):
 
 
 def results(out):
-    """What a run came to, without what a clock says."""
+    """Return the metrics and the record of a run without measured times."""
     found = json.loads((out / "results.json").read_text())
     for entry in found["record"]["rounds"]:
         entry.pop("seconds")
@@ -31,13 +31,13 @@ def results(out):
 
 
 def children(process):
-    """Numbers of the processes that a process has started."""
+    """Return the IDs of the child processes of a process."""
     lists = Path(f"/proc/{process.pid}/task").glob("*/children")
     return [int(number) for path in lists for number in path.read_text().split()]
 
 
-def gone(number):
-    """Whether a process has ended."""
+def has_ended(number):
+    """Return whether a process has ended."""
     try:
         state = Path(f"/proc/{number}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -48,20 +48,20 @@ def gone(number):
 def wait_until(condition, seconds=900):
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "it took too long"
+        assert time.monotonic() < end, "the condition was not met in time"
         time.sleep(0.1)
 
 
 def alone(out, capsys, *more):
-    """The same in this process; what it says, without where its files are, and what it comes to."""
+    """Run the same words in this process, and return the output without paths, and the results."""
     capsys.readouterr()
     main([*words(out, 1, *more)[3:]])
     return capsys.readouterr().out.replace(str(out), ""), results(out)
 
 
 @pytest.mark.long
-def test_two_processes_come_to_the_same(tmp_path, capsys):
-    """Only the first one speaks."""
+def test_fit_two_processes_equal_one_process(tmp_path, capsys):
+    """Only rank 0 prints."""
     short = ("--trainer.max_epochs", "3")
     run = subprocess.run(words(tmp_path / "2", 2, *short), capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
@@ -71,8 +71,8 @@ def test_two_processes_come_to_the_same(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("victim", [pytest.param("the first", marks=pytest.mark.long), "another"])
-def test_a_process_is_killed(tmp_path, capsys, victim):
-    """The others end with a clear message and leave a whole checkpoint, from which any number of them goes on."""
+def test_fit_killed_process_leaves_resumable_checkpoint(tmp_path, capsys, victim):
+    """The other processes end with a clear message and leave a checkpoint. Any number of processes can resume it."""
     running = subprocess.Popen(words(tmp_path / "cut", 2), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     wait_until(lambda: len(list((tmp_path / "cut").glob("checkpoints/*.ckpt"))) or running.poll() is not None)
     others = children(running)
@@ -81,14 +81,14 @@ def test_a_process_is_killed(tmp_path, capsys, victim):
     assert running.returncode != 0
     if victim == "another":
         assert "one process has exited" in said or "told to stop" in said or "Child process" in said, said
-    wait_until(lambda: all(map(gone, others)))
+    wait_until(lambda: all(map(has_ended, others)))
     goes_on = [*FIT[:4], str(tmp_path / "cut"), "--trainer.devices", "3" if victim == "another" else "1"]
     subprocess.run(goes_on, check=True, capture_output=True)
     assert results(tmp_path / "cut")[0] == alone(tmp_path / "whole", capsys)[1][0]
 
 
-def test_ctrl_c_ends_after_the_round(tmp_path):
-    """SIGTERM comes to the first process alone; both end after the round, with a checkpoint."""
+def test_fit_sigterm_stops_all_processes_after_round(tmp_path):
+    """Only rank 0 receives SIGTERM. Both processes end after the round, with a checkpoint."""
     running = subprocess.Popen(words(tmp_path, 2), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     wait_until(lambda: len(list(tmp_path.glob("checkpoints/*.ckpt"))) or running.poll() is not None)
     others = children(running)
@@ -96,10 +96,10 @@ def test_ctrl_c_ends_after_the_round(tmp_path):
     _, said = running.communicate(timeout=900)
     assert running.returncode == 128 + signal.SIGTERM, said
     assert "Resume with: lightning-fcl fit" in said
-    wait_until(lambda: all(map(gone, others)))
+    wait_until(lambda: all(map(has_ended, others)))
 
 
-def test_too_many_processes(tmp_path):
+def test_fit_more_processes_than_client_groups_raises(tmp_path):
     run = subprocess.run(
         words(tmp_path, 3, "--trainer.strategy.max_vectorized_clients", "5"), capture_output=True, text=True
     )
@@ -107,8 +107,8 @@ def test_too_many_processes(tmp_path):
     assert "the number of client groups in a round, 2 (of up to 5 clients), but got 3" in run.stderr
 
 
-def test_torchrun(tmp_path, capsys):
-    """Processes that somebody else has started."""
+def test_fit_under_torchrun_equals_one_process(tmp_path, capsys):
+    """The processes are started by torchrun."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", *FIT[2:], *SMALL]
     more = ["--trainer.devices", "2", "--trainer.max_epochs", "3", "--out", str(tmp_path / "2")]
     run = subprocess.run([*launch, *more], capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""A recipe is one dictionary, which equals what jsonargparse makes of the same files and words."""
+"""Merging of recipes. The result equals the one of jsonargparse for the same files and words."""
 
 import shlex
 import subprocess
@@ -90,7 +90,7 @@ SAME = [
 
 
 class Parsed(FederatedCLI):
-    """Parses words, as a project's own command line does, and makes nothing."""
+    """A command line that only parses its words, like the command line of a user's project."""
 
     def before_instantiate_classes(self):
         config = self.config["fit"].clone()
@@ -115,7 +115,7 @@ def _files(tmp_path, monkeypatch):
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("line", SAME)
-def test_a_recipe_equals_its_words(line):
+def test_resolve_recipe_equals_parsed_words(line):
     words = ["--config", str(QUICKSTART), *shlex.split(line)]
     parsed = Parsed(args=["fit", *words], trainer_defaults=None)
     assert resolve_recipe(Recipe.from_words(words)) == yaml.safe_load(parsed.text)
@@ -153,31 +153,31 @@ def test_a_recipe_equals_its_words(line):
          {"a": [{"class_path": "FedProx", "init_args": {"mu": 1}}, "Replay"]}),
     ],
 )  # fmt: skip
-def test_values_over_values(here, more, expected):
+def test_merge_overrides_values(here, more, expected):
     before = yaml.safe_dump([here, more])
     whole = dict(here)
     merge(whole, more)
     assert whole == expected
     whole = dict(here)
     merge(whole, more)
-    assert yaml.safe_dump([here, more]) == before  # neither is written to
+    assert yaml.safe_dump([here, more]) == before  # Merging does not change its inputs.
 
 
-def test_an_entry_that_a_list_lacks_is_an_error():
+def test_merge_unknown_list_entry_raises():
     with pytest.raises(UnknownNameError) as raised:
         merge({"callbacks": ["FedProx", "Replay"]}, {"callbacks": {"Replai": {"memory_size": 1}}})
     assert raised.value.hint == "Did you mean Replay?"
-    with pytest.raises(UnknownNameError):  # which of the two is meant?
+    with pytest.raises(UnknownNameError):  # The name is ambiguous.
         merge({"callbacks": ["Replay", "Replay"]}, {"callbacks": {"Replay": {"memory_size": 1}}})
 
 
 @pytest.mark.parametrize("name", ["memory_size", "Replay.memory_size"])
-def test_an_entry_of_an_empty_list_is_an_error(name):
+def test_merge_entry_of_empty_list_raises(name):
     with pytest.raises(UnknownNameError, match="the list is empty"):
         merge({"callbacks": []}, {f"callbacks.{name}": 1})
 
 
-def test_a_misspelt_key_of_a_class_is_an_error():
+def test_merge_misspelled_class_key_raises_with_hint():
     for wrong, hint in (
         ("init_arg", "Did you mean init_args?"),
         ("lr", "Write it in `init_args`, as in init_args: {lr: ...}."),
@@ -188,7 +188,7 @@ def test_a_misspelt_key_of_a_class_is_an_error():
         assert raised.value.hint == hint
 
 
-def test_another_class_keeps_arguments_that_it_passes_on(monkeypatch, tmp_path):
+def test_merge_class_change_keeps_arguments_passed_to_base(monkeypatch, tmp_path):
     (tmp_path / "passing.py").write_text(
         "from lightning_fcl.models import MLP\n"
         "class Passing(MLP):\n    def __init__(self, extra: int = 3, **kwargs):\n        super().__init__(**kwargs)\n"
@@ -199,7 +199,7 @@ def test_another_class_keeps_arguments_that_it_passes_on(monkeypatch, tmp_path):
     assert whole["model"] == {"class_path": "passing.Passing", "init_args": {"sizes": [64, 10]}}
 
 
-def test_a_section_may_be_a_file(tmp_path):
+def test_section_setting_names_a_file(tmp_path):
     (tmp_path / "trainer.yaml").write_text("max_epochs: 2")
     content = Recipe((QUICKSTART, Setting("trainer", str(tmp_path / "trainer.yaml")))).content()
     assert content["trainer"]["max_epochs"] == 2 and len(content["trainer"]["callbacks"]) == 2
@@ -213,7 +213,7 @@ def net(size, inner=None):
     return {"class_path": "third_party.Net", "init_args": {"size": size} | ({"inner": inner} if inner else {})}
 
 
-def test_names_of_files_are_relative_to_the_file_that_names_them(monkeypatch, tmp_path):
+def test_file_names_are_relative_to_naming_file(monkeypatch, tmp_path):
     content = Recipe((Path("folder/files.yaml"), Path("folder/trainer.yaml"))).content()
     given = content["model"]["init_args"]
     assert given["limits"] == {"high": 9, "inner": net(4)}
@@ -221,7 +221,7 @@ def test_names_of_files_are_relative_to_the_file_that_names_them(monkeypatch, tm
     assert given["layers"][1] == "third_party.Open" and given["name"] == "files.yaml"
     assert content["trainer"]["max_epochs"] == 7
     chain = {"a.yaml": "model: folder/b.yaml", "folder/b.yaml": "deeper/c.yaml", "folder/deeper/c.yaml": "second.yaml"}
-    for name, text in chain.items():  # a file may hold the name of another file alone
+    for name, text in chain.items():  # A file can consist of the name of another file.
         (tmp_path / name).write_text(text)
     assert Recipe((Path("a.yaml"),)).content() == {"model": net(4)}
     monkeypatch.chdir(tmp_path / "folder")
@@ -231,7 +231,7 @@ def test_names_of_files_are_relative_to_the_file_that_names_them(monkeypatch, tm
     assert given["layers"] == [net(3, net(4)), "third_party.Open", net(3, net(4))]
 
 
-def test_a_name_that_is_relative_to_the_working_directory_is_an_error(tmp_path):
+def test_file_name_relative_to_working_directory_raises(tmp_path):
     (tmp_path / "folder" / "wrong.yaml").write_text(
         "{model: {class_path: third_party.Net, init_args: {inner: net.yaml}}}"
     )
@@ -247,14 +247,14 @@ def test_a_name_that_is_relative_to_the_working_directory_is_an_error(tmp_path):
 @pytest.mark.parametrize(
     "texts", [["model: a.yaml"], ["model: b.yaml", net(1, "b.yaml")], ["model: b.yaml", net(1, "a.yaml")]]
 )
-def test_files_that_name_each_other_are_an_error(texts, tmp_path):
+def test_files_that_name_each_other_raise(texts, tmp_path):
     for name, content in zip(("a.yaml", "b.yaml"), texts, strict=False):
         (tmp_path / name).write_text(content if isinstance(content, str) else yaml.safe_dump(content))
     with pytest.raises(InvalidValueError, match=r"to contain no cycle, but a\.yaml names .*\.yaml"):
         Recipe((Path("a.yaml"),)).content()
 
 
-def test_words_are_options_files_and_settings_in_order():
+def test_take_settings_splits_options_files_and_settings():
     words = ["quickstart", "--a.b", "-1", "--out", "x", "--config=f.yaml", "--c+=[1]", "more"]
     rest, layers = take_settings(words, ["--out"])
     assert rest == ["quickstart", "--out", "x", "more"]
@@ -266,7 +266,7 @@ def test_words_are_options_files_and_settings_in_order():
         assert raised.value.argument == option
 
 
-def test_files_that_are_no_recipes(tmp_path):
+def test_recipe_content_invalid_file_raises(tmp_path):
     (tmp_path / "list.yaml").write_text("[1]")
     for file, error in (("list.yaml", InvalidValueError), ("nothing.yaml", MissingFileError)):
         with pytest.raises(error):
@@ -304,28 +304,28 @@ WRONG = [
 
 @pytest.mark.seconds
 @pytest.mark.parametrize(("line", "kind", "argument", "hint"), WRONG)
-def test_what_a_parser_refuses_is_told_by_class(line, kind, argument, hint):
+def test_resolve_recipe_rejected_value_raises_class_and_hint(line, kind, argument, hint):
     with pytest.raises(kind) as raised:
         resolve_recipe(Recipe.from_words(["--config", str(QUICKSTART), *shlex.split(line)]))
     assert (raised.value.argument, raised.value.hint) == (argument, hint)
 
 
 @pytest.mark.seconds
-def test_a_recipe_without_a_model():
+def test_recipe_without_model_raises():
     with pytest.raises(MissingValueError) as raised:
         make_cli({"trainer": {"max_epochs": 1}}, FederatedCLI, runs=False)
     assert raised.value.argument == "model"
 
 
 @pytest.mark.seconds
-def test_the_reader_of_a_project_s_own_parser_stays_as_it_is():
-    """The library reads its recipes within limits, and leaves jsonargparse's mode for YAML alone."""
+def test_import_does_not_change_jsonargparse_yaml_loader():
+    """The library uses its own parser mode with limits, and does not change jsonargparse's mode for YAML."""
     code = "import jsonargparse; before = jsonargparse.get_loader('yaml'); import lightning_fcl.runs.fit\n"
     code += "assert jsonargparse.get_loader('yaml') is before"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=900)
 
 
-def test_an_option_of_fit_is_declared_in_one_place(monkeypatch, capsys):
+def test_fit_new_option_appears_in_help_and_completion(monkeypatch, capsys):
     plain, notes = fit_command.Fit.arguments, []
 
     def arguments(self, parser):
@@ -343,7 +343,7 @@ def test_an_option_of_fit_is_declared_in_one_place(monkeypatch, capsys):
     assert "--note" in capsys.readouterr().out
 
 
-def test_printed_commands_can_be_pasted(tmp_path):
+def test_printed_commands_resolve_to_same_recipe(tmp_path):
     folder = tmp_path / "a folder's"
     words = Recipe((folder / "my recipe.yaml", Setting("recipe.row", "it's $HOME"))).words
     assert shlex.split(shlex.join(words)) == words
@@ -364,7 +364,7 @@ def test_printed_commands_can_be_pasted(tmp_path):
         ("folder/files.yaml", "--model.limits '{low: 4}' --model.others.high 3 --model.dict_kwargs.a.b 3"),
     ],
 )
-def test_a_copy_has_the_values_of_the_merged_files(file, line, tmp_path):
+def test_flatten_recipe_has_merged_values(file, line, tmp_path):
     settings = Recipe.from_words(shlex.split(line)).settings
     row = Row("a row", (QUICKSTART, Path(file)), settings=settings)
     (tmp_path / "copy.yaml").write_text(fit_command.flatten_recipe(row))
@@ -372,7 +372,7 @@ def test_a_copy_has_the_values_of_the_merged_files(file, line, tmp_path):
     assert resolve_recipe(Recipe((tmp_path / "copy.yaml",))) | {"out": wanted["out"]} == wanted
 
 
-def test_a_copy_keeps_comments_and_style(tmp_path):
+def test_flatten_recipe_keeps_comments_and_style(tmp_path):
     base = """# head
 trainer:
   max_epochs: 1e1  # ten
@@ -398,7 +398,7 @@ data:
     )
 
 
-def test_what_an_executor_is_told_is_passed_on(monkeypatch):
+def test_deploy_executor_forwards_arguments(monkeypatch):
     told = []
     monkeypatch.setattr("lightning_fcl.deployment.node.run_executor", told.append)
     main(["deploy", "executor", "--runtime-api-address", "127.0.0.1:1", "--insecure"])

@@ -1,4 +1,4 @@
-"""`lightning-fcl report`: pages of runs that are there."""
+"""`lightning-fcl report`: reports of existing runs."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from lightning_fcl.evaluation.results import is_complete
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, request):
-    """Two small runs, in folders beside each other."""
+    """Train two small runs in one folder."""
     folder = tmp_path_factory.mktemp("runs")
     for name, words in {"one": ["--trainer.max_epochs", "1"], "two": ["--seed_everything", "1"]}.items():
         small = [
@@ -25,11 +25,11 @@ def runs(tmp_path_factory, request):
 
 @pytest.fixture(autouse=True)
 def _pages(reports):
-    """They are what is tested."""
+    """Write reports in all tests of this file."""
 
 
 @pytest.mark.seconds
-def test_a_page_is_written_anew(runs, capsys):
+def test_report_single_run_rewrites_damaged_report(runs, capsys):
     page = runs / "one" / "report.html"
     page.write_text("damaged")
     assert not is_complete(runs / "one")
@@ -38,7 +38,7 @@ def test_a_page_is_written_anew(runs, capsys):
     assert "FLwF-2T + replay" in page.read_text() and is_complete(runs / "one")
 
 
-def test_two_runs_are_compared_under_the_names_of_their_folders(runs, tmp_path, capsys):
+def test_report_two_runs_shows_folder_names(runs, tmp_path, capsys):
     main(["report", str(runs / "one"), str(runs / "two"), "--out", str(tmp_path / "new" / "both.html")])
     page = (tmp_path / "new" / "both.html").read_text()
     assert capsys.readouterr().out == f"Wrote {tmp_path}/new/both.html\n"

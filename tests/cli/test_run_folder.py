@@ -1,4 +1,4 @@
-"""The folder of a run: it goes on where it lies, by one process, from its latest step, as the recipe that began it."""
+"""The folder of a run: resuming, locking, checkpoints and copies."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from lightning_fcl.runs.paper_rows import recipes_folder
 
 @pytest.fixture
 def words(tmp_path, small_recipe):
-    """The words of a recipe of four rounds."""
+    """Return the words of a recipe with four rounds."""
     content = small_recipe(rounds=4, clients=3, rounds_per_experience=2)
     content["trainer"]["logger"] = False
     path = tmp_path / "four.yaml"
@@ -29,7 +29,7 @@ def words(tmp_path, small_recipe):
 
 @pytest.fixture
 def begun(words, tmp_path):
-    """A run of which two rounds are done."""
+    """Train two rounds of a run, and return its folder."""
     out = tmp_path / "begun"
     main(["fit", *words, "--out", str(out), "--trainer.max_epochs", "2"])
     return out
@@ -39,8 +39,8 @@ def contents(folder):
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def told(folder):
-    """What a run's record tells, but for its times."""
+def get_record(folder):
+    """Return the record of a run without measured times."""
     record = read_results(folder)["record"]
     return {**record, "rounds": [{**entry, "seconds": 0} for entry in record["rounds"]]}
 
@@ -56,7 +56,7 @@ def changed(path, change):
 
 
 @pytest.mark.seconds
-def test_a_copy_goes_on_in_its_own_folder_wherever_it_is_told_to(words, begun, tmp_path, monkeypatch):
+def test_fit_copied_run_resumes_in_copy(words, begun, tmp_path, monkeypatch):
     before = contents(begun)
     assert before.keys() == {"checkpoints/last.ckpt", "config.yaml", "files.txt", "metrics.csv", "record.jsonl",
                              "report.html", "results.json"}  # fmt: skip
@@ -66,37 +66,37 @@ def test_a_copy_goes_on_in_its_own_folder_wherever_it_is_told_to(words, begun, t
     main(["fit", "copy", "--trainer.max_epochs", "4"])
     main(["fit", *words, "--out", "whole"])
     assert contents(begun) == before and not (copy.parent / "runs").exists()
-    assert told(copy) == told(copy.parent / "whole") and len(told(copy)["rounds"]) == 4
+    assert get_record(copy) == get_record(copy.parent / "whole") and len(get_record(copy)["rounds"]) == 4
     left, right = state(copy), state(copy.parent / "whole")
     assert all(torch.equal(left[name], right[name]) for name in left | right)
-    # By its configuration and a checkpoint, as a project of one's own does, it is the configuration's folder as well.
+    # With the config and a checkpoint of a run, as in a user's project, the run's folder is used.
     more = ["--config", str(begun / "config.yaml"), "--ckpt_path", str(begun / "checkpoints" / "last.ckpt")]
     main(["fit", *more, "--trainer.max_epochs", "3"])
-    assert len(told(begun)["rounds"]) == 3
+    assert len(get_record(begun)["rounds"]) == 3
 
 
 @pytest.mark.seconds
-def test_another_run_of_that_name_gets_a_folder_of_its_own_before_the_first_has_results(words, begun, tmp_path, capsys):
-    (begun / "results.json").unlink()  # as a kill leaves it
+def test_fit_existing_out_writes_to_numbered_folder(words, begun, tmp_path, capsys):
+    (begun / "results.json").unlink()  # Simulate a killed run.
     before = contents(begun)
     main(["fit", *words, "--out", str(begun), "--trainer.max_epochs", "1"])
-    assert contents(begun) == before and len(told(tmp_path / "begun-2")["rounds"]) == 1
+    assert contents(begun) == before and len(get_record(tmp_path / "begun-2")["rounds"]) == 1
     assert f"{begun} contains another run" in capsys.readouterr().out
 
 
 @pytest.mark.seconds
-def test_the_checkpoint_of_the_latest_step_is_the_newest_whatever_the_files_times(words, begun, capsys):
+def test_newest_checkpoint_ignores_file_times(words, begun, capsys):
     folder = begun / "checkpoints"
     shutil.copy(folder / "last.ckpt", folder / "before.ckpt")
     main(["fit", str(begun), "--trainer.max_epochs", "4"])
-    os.utime(folder / "before.ckpt", (2e9, 2e9))  # after `cp -r` times are those of the copies
+    os.utime(folder / "before.ckpt", (2e9, 2e9))  # `cp -r` changes the times of files.
     assert newest_checkpoint(folder) == folder / "last.ckpt"
     main(["fit", str(begun), "--ckpt_path", str(folder / "before.ckpt"), "--trainer.max_epochs", "3"])
-    assert len(told(begun)["rounds"]) == 3  # an older one by its name
+    assert len(get_record(begun)["rounds"]) == 3  # An older checkpoint can be passed by name.
 
 
 @pytest.mark.seconds
-def test_a_second_fit_in_one_folder_is_refused_and_told_who_trains_there(words, begun, error_of):
+def test_fit_in_locked_folder_raises_with_process_id(words, begun, error_of):
     hold = (
         "import sys; from pathlib import Path; from lightning_fcl.io.atomic import run_lock\n"
         "with run_lock(Path(sys.argv[1])): print('has it', flush=True); sys.stdin.read()"
@@ -109,11 +109,11 @@ def test_a_second_fit_in_one_folder_is_refused_and_told_who_trains_there(words, 
                                           str(begun / "checkpoints" / "last.ckpt")]):  # fmt: skip
         assert f"but process {process.pid} on " in error_of(command)
     assert contents(begun) == before
-    process.kill()  # its lock goes with it, though the file stays
+    process.kill()  # The lock is released, although the lock file remains.
     process.communicate()
     main(["fit", str(begun), "--trainer.max_epochs", "3"])
     assert not (begun / ".lock").exists()
-    with run_lock(begun), run_lock(begun):  # one process may ask twice
+    with run_lock(begun), run_lock(begun):  # A process can acquire the lock twice.
         assert (begun / ".lock").exists()
     assert not (begun / ".lock").exists()
 
@@ -129,7 +129,7 @@ def test_a_second_fit_in_one_folder_is_refused_and_told_who_trains_there(words, 
          "server_optimizer was None, is"),
     ],
 )  # fmt: skip
-def test_going_on_with_another_optimizer_is_refused_by_name(begun, error_of, change, message):
+def test_resume_with_other_optimizer_raises_with_difference(begun, error_of, change, message):
     before = contents(begun)
     error = error_of(["fit", str(begun), "--trainer.max_epochs", "4", *change])
     assert "Expected a checkpoint with the settings of this run, but" in error and message in error
@@ -137,7 +137,7 @@ def test_going_on_with_another_optimizer_is_refused_by_name(begun, error_of, cha
 
 
 @pytest.mark.seconds
-def test_a_checkpoint_holds_how_far_the_record_went_and_outside_of_its_run_all_of_it(words, begun, tmp_path, error_of):
+def test_checkpoint_outside_of_run_contains_whole_record(words, begun, tmp_path, error_of):
     last, kept = begun / "checkpoints" / "last.ckpt", tmp_path / "kept.ckpt"
     outside = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
                "init_args": {"dirpath": str(tmp_path / "outside"), "save_top_k": -1}}  # fmt: skip
@@ -146,19 +146,23 @@ def test_a_checkpoint_holds_how_far_the_record_went_and_outside_of_its_run_all_o
     main(["fit", *words, "--config", str(more), "--out", str(tmp_path / "run"), "--trainer.max_epochs", "2"])
     (whole, _) = sorted((tmp_path / "outside").glob("*.ckpt"))
     assert len(torch.load(whole, weights_only=True)["callbacks"]["ContinualMetrics"]["record"]["rounds"]) == 1
-    main(["fit", *words, "--ckpt_path", str(whole), "--out", str(tmp_path / "on")])  # alone it goes on anywhere
+    # A checkpoint outside of its run contains the whole record, and can be resumed in any folder.
+    main(["fit", *words, "--ckpt_path", str(whole), "--out", str(tmp_path / "on")])
     assert torch.load(last, weights_only=True)["callbacks"]["ContinualMetrics"]["record"].keys() == {"bytes", "sha256"}
     shutil.copy(last, kept)
     error = error_of(["fit", *words, "--ckpt_path", str(kept), "--out", str(tmp_path / "alone")])
     assert "which contains the measurements until this checkpoint, is missing or belongs to another run" in error
-    # From the run's own folder to another one, its record comes along.
+    # If a run is resumed from its folder into another folder, its record is copied.
     main(["fit", *words, "--ckpt_path", str(last), "--out", str(tmp_path / "moved")])
-    assert told(tmp_path / "moved") == told(tmp_path / "on") and len(told(tmp_path / "moved")["rounds"]) == 4
-    # What was written behind the checkpoint is of a round that was cut short.
+    assert (
+        get_record(tmp_path / "moved") == get_record(tmp_path / "on")
+        and len(get_record(tmp_path / "moved")["rounds"]) == 4
+    )
+    # Record lines after the checkpoint belong to an interrupted round.
     with (begun / "record.jsonl").open("a") as file:
         file.write('{"round": 2, "exper')
     main(["fit", str(begun), "--trainer.max_epochs", "4"])
-    assert told(begun) == told(tmp_path / "on")
+    assert get_record(begun) == get_record(tmp_path / "on")
     lines = (begun / "record.jsonl").read_text().splitlines()
     assert [json.loads(line).get("round") for line in lines] == [None, 0, 1, 2, 3]
     record = (begun / "record.jsonl").read_bytes()
@@ -167,13 +171,13 @@ def test_a_checkpoint_holds_how_far_the_record_went_and_outside_of_its_run_all_o
 
 
 @pytest.mark.seconds
-def test_a_checkpoint_does_not_grow_with_the_rounds_before(words, tmp_path):
+def test_checkpoint_size_is_independent_of_rounds(words, tmp_path):
     sizes = []
     for rounds in ("1", "4"):
         more = ["--trainer.callbacks", "[]", "--out", str(tmp_path / rounds), "--trainer.max_epochs", rounds]
         main(["fit", *words, *more])
         sizes.append((tmp_path / rounds / "checkpoints" / "last.ckpt").stat().st_size)
-    assert abs(sizes[1] - sizes[0]) < 200  # counts have more digits
+    assert abs(sizes[1] - sizes[0]) < 200  # Larger counts have more digits.
 
 
 @pytest.mark.seconds
@@ -186,7 +190,7 @@ def test_a_checkpoint_does_not_grow_with_the_rounds_before(words, tmp_path):
         ({"pytorch-lightning_version": None}, "Expected `pytorch-lightning_version` of the checkpoint"),
     ],
 )
-def test_a_checkpoint_of_no_epoch_or_version_is_refused(begun, error_of, change, message):
+def test_resume_invalid_epoch_or_version_raises(begun, error_of, change, message):
     path = begun / "checkpoints" / "last.ckpt"
     changed(path, lambda content: content.update(change))
     assert message in error_of(["fit", str(begun), "--trainer.max_epochs", "4"])
@@ -213,7 +217,7 @@ def test_a_checkpoint_of_no_epoch_or_version_is_refused(begun, error_of, change,
          "Expected `rounds_per_experience` to be between 1 and 1000000 but got 1000000000"),
     ],
 )  # fmt: skip
-def test_what_no_machine_can_do_is_refused_at_once(words, tmp_path, error_of, more, message):
+def test_fit_impossible_settings_raise_before_training(words, tmp_path, error_of, more, message):
     assert message in error_of(["fit", *words, "--out", str(tmp_path / "out"), *more])
 
 
@@ -222,7 +226,7 @@ def test_what_no_machine_can_do_is_refused_at_once(words, tmp_path, error_of, mo
 )
 @pytest.mark.slow
 @pytest.mark.long
-def test_a_machine_that_waits_for_others_says_so_and_ends_when_it_is_told_to(words, tmp_path):
+def test_fit_waiting_for_machines_prints_and_stops_on_signal(words, tmp_path):
     environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517", "NODE_RANK": "1"}
     fit = [sys.executable, "-m", "lightning_fcl", "fit", *words]
     command = [*fit, "--out", str(tmp_path / "out"), "--trainer.num_nodes", "2"]

@@ -1,4 +1,4 @@
-"""Secrets of loggers are in no file of a run, in no error file and in no message."""
+"""Secrets of loggers: no file of a run, no error file and no message contains them."""
 
 import json
 import os
@@ -37,7 +37,7 @@ KEY, NESTED, URL = (f"LIGHTNING_FCL_TRAINER_LOGGER_{name}" for name in ("API_KEY
 
 @pytest.fixture
 def project(tmp_path, tiny, monkeypatch):
-    """The words of a recipe with a logger that has secrets, in a working directory of its own."""
+    """Return the words of a recipe with a logger that has secrets, and change to a new working directory."""
     arguments = {
         "save_dir": "logs",
         "api_key": SECRETS[0],
@@ -60,7 +60,7 @@ def texts_of(folder):
 
 
 @pytest.mark.slow
-def test_fit_writes_names_of_variables_that_the_next_fit_reads(project, reports, monkeypatch, error_of, capsys):
+def test_fit_writes_variable_names_that_next_fit_reads(project, reports, monkeypatch, error_of, capsys):
     main(["fit", *project, "--out", "run", "--trainer.max_epochs", "1"])
     from tracker_of_tests import Tracker
 
@@ -86,7 +86,7 @@ def test_fit_writes_names_of_variables_that_the_next_fit_reads(project, reports,
 
 
 @pytest.mark.seconds
-def test_error_file_and_message_have_no_secret(project, capsys, tmp_path, monkeypatch):
+def test_error_file_and_message_contain_no_secret(project, capsys, tmp_path, monkeypatch):
     recipe = yaml.safe_load(Path("secret.yaml").read_text())
     recipe["trainer"]["logger"]["init_args"]["api_key"] = "wrong-key"
     Path("secret.yaml").write_text(yaml.safe_dump(recipe))

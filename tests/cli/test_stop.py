@@ -1,4 +1,4 @@
-"""What is told to stop, or killed: real processes, which send themselves the signal, or say where they are."""
+"""Commands that are killed or receive a signal. The tests use real processes."""
 
 import json
 import os
@@ -33,19 +33,19 @@ from lightning.pytorch.callbacks import Callback
 from lightning_fcl.evaluation import results
 
 class Sends(Callback):
-    """In the middle of a round."""
+    """Send signals to this process in the middle of a round."""
 
     def __init__(self, signals: str, round: int = 1):
         self.signals, self.round = signals.split(), round
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if trainer.current_epoch == self.round and batch_idx == 3:
-            self.round = None  # the first client of the round that has four batches, and no other one
+            self.round = None  # Send the signals only for the first client of the round that has four batches.
             for name in self.signals:
                 os.kill(os.getpid(), signal.Signals[name])
 
 class Waits(Callback):
-    """Says who it is in the middle of a round, and waits for ever."""
+    """Write the process ID to a pipe in the middle of a round, and wait forever."""
 
     def __init__(self, pipe: str):
         self.pipe = pipe
@@ -57,7 +57,7 @@ class Waits(Callback):
             signal.sigwait([signal.SIGUSR1])
 
 class DiesInReport(Callback):
-    """While the page is written."""
+    """Kill this process while the report is written."""
 
     def __init__(self):
         whole = results.write_atomic
@@ -74,7 +74,7 @@ class DiesInReport(Callback):
 
 @pytest.fixture
 def recipe(tmp_path, small_recipe):
-    """Writes a small recipe of four rounds, with callbacks of a test, and gives its files."""
+    """Return a function that writes a small recipe of four rounds, with an optional callback, and returns its files."""
     (tmp_path / "for_a_test.py").write_text(CALLBACKS)
 
     def write(callback=None, **trainer):
@@ -92,7 +92,7 @@ def recipe(tmp_path, small_recipe):
 
 @pytest.fixture
 def start(tmp_path):
-    """Starts a command, or a piece of Python, as a process of its own."""
+    """Return a function that starts a command, or Python code, in a new process."""
     (tmp_path / "tmp").mkdir()
     started = []
 
@@ -100,8 +100,8 @@ def start(tmp_path):
         path = f"{ROOT}{os.pathsep}{tmp_path}"
         environment = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(tmp_path / "tmp"), "OMP_NUM_THREADS": "1"}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        # As in a terminal: what starts in a shell's background ignores Ctrl-C, below `nohup` SIGHUP as well, and so
-        # would its children.
+        # Handle signals as in a terminal. A shell's background processes ignore Ctrl-C, and `nohup` ignores SIGHUP.
+        # Child processes inherit this.
         heard = (
             "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
             "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
@@ -130,7 +130,7 @@ def weights(out):
 
 
 def same_run(left, right):
-    """The weights and what was measured, but not the time that it took."""
+    """Return whether two runs have the same weights and the same record, except for measured times."""
     records = [read_results(out)["record"]["rounds"] for out in (left, right)]
     for entry in (entry for rounds in records for entry in rounds):
         entry.pop("seconds", None)
@@ -140,11 +140,11 @@ def same_run(left, right):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGINT", pytest.param("SIGTERM", marks=pytest.mark.long)])
-def test_a_fit_stops_after_the_round_and_goes_on_to_the_same_bits(recipe, start, tmp_path, monkeypatch, name):
+def test_fit_signal_stops_after_round_and_resumes_identically(recipe, start, tmp_path, monkeypatch, name):
     sends = {"class_path": "for_a_test.Sends", "init_args": {"signals": name}}
     own = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": {"every_n_epochs": 4}}
     files = recipe(sends, min_epochs=4)
-    if name == "SIGTERM":  # no checkpoint of the round is due
+    if name == "SIGTERM":  # No checkpoint is due in the interrupted round.
         content = yaml.safe_load(files[1].read_text())
         content["trainer"]["callbacks"].append(own)
         files[1].write_text(yaml.safe_dump(content))
@@ -159,7 +159,7 @@ def test_a_fit_stops_after_the_round_and_goes_on_to_the_same_bits(recipe, start,
     page = (out / "report.html").read_text()
     assert "2 rounds, 3 clients" in page and "The run was stopped before its end" in page
     assert not (out / "files.txt").exists() and not temporary(tmp_path)
-    # What is told to stop is a process of its own; what goes on, and what it is compared with, run here.
+    # The interrupted fit was a separate process. The resumed fit and the reference fit run in this process.
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     main(shlex.split(re.search("Resume with: lightning-fcl (.*)", said)[1]))
@@ -172,7 +172,7 @@ def test_a_fit_stops_after_the_round_and_goes_on_to_the_same_bits(recipe, start,
 @pytest.mark.parametrize(
     ("names", "code"), [("SIGINT SIGINT", 130), pytest.param("SIGINT SIGTERM", 143, marks=pytest.mark.long)]
 )
-def test_asked_twice_a_fit_stops_at_once(recipe, start, tmp_path, names, code):
+def test_fit_second_signal_stops_at_once(recipe, start, tmp_path, names, code):
     files = recipe({"class_path": "for_a_test.Sends", "init_args": {"signals": names}}, logger=False)
     process = start(fit_words(files, "out"))
     _, said = process.communicate(timeout=900)
@@ -184,7 +184,7 @@ def test_asked_twice_a_fit_stops_at_once(recipe, start, tmp_path, names, code):
 
 
 def side_by_side(recipe, start, tmp_path, workers=2):
-    """Two runs in the middle of a round, in two processes; their parent and what tells of their ends."""
+    """Start two runs in two processes, and return their parent and process descriptors in the middle of a round."""
     os.mkfifo(tmp_path / "pipe")
     files = recipe({"class_path": "for_a_test.Waits", "init_args": {"pipe": str(tmp_path / "pipe")}}, logger=False)
     code = (
@@ -197,15 +197,15 @@ def side_by_side(recipe, start, tmp_path, workers=2):
     )
     parent = start(["data", *files], code)
     watched = []
-    with open(tmp_path / "pipe", "r+b", buffering=0) as pipe:  # opened for both, it waits for nobody
-        while len(watched) < workers:  # each process writes a line
+    with open(tmp_path / "pipe", "r+b", buffering=0) as pipe:  # Opening a pipe for reading and writing does not block.
+        while len(watched) < workers:  # Each process writes one line.
             assert select.select([pipe], [], [], 240)[0] and parent.poll() is None
             watched += [os.pidfd_open(int(line)) for line in pipe.read(4096).split()]
     return parent, watched
 
 
 def all_gone(watched):
-    """Whether processes end within a minute."""
+    """Return whether the processes end within a minute."""
     left = set(watched)
     while left and (ended := select.select(left, [], [], 60)[0]):
         left -= set(ended)
@@ -218,7 +218,7 @@ def all_gone(watched):
 @pytest.mark.parametrize(
     "name", ["SIGKILL", *(pytest.param(name, marks=pytest.mark.long) for name in ("SIGINT", "SIGHUP"))]
 )
-def test_workers_end_with_their_parent(recipe, start, tmp_path, name):
+def test_run_jobs_workers_end_with_parent(recipe, start, tmp_path, name):
     parent, watched = side_by_side(recipe, start, tmp_path)
     parent.send_signal(signal.Signals[name])
     _, said = parent.communicate(timeout=900)
@@ -226,7 +226,7 @@ def test_workers_end_with_their_parent(recipe, start, tmp_path, name):
     assert "Traceback" not in said
     if name == "SIGKILL":
         assert parent.returncode == -signal.SIGKILL
-        start(["data", "ls"]).communicate(timeout=900)  # the next command sweeps what a killed one has left
+        start(["data", "ls"]).communicate(timeout=900)  # The next command deletes temporary files of a killed one.
     else:
         assert parent.returncode == 128 + signal.Signals[name], said
         assert "0 of 3 runs are finished. Run the same command again" in said
@@ -234,7 +234,7 @@ def test_workers_end_with_their_parent(recipe, start, tmp_path, name):
 
 
 @pytest.mark.slow
-def test_a_killed_worker_is_told_of_and_the_others_end(recipe, start, tmp_path):
+def test_run_jobs_killed_worker_is_reported_and_others_end(recipe, start, tmp_path):
     parent, watched = side_by_side(recipe, start, tmp_path)
     signal.pidfd_send_signal(watched[0], signal.SIGKILL)
     _, said = parent.communicate(timeout=900)
@@ -245,7 +245,7 @@ def test_a_killed_worker_is_told_of_and_the_others_end(recipe, start, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_a_run_killed_while_its_report_was_written_is_brought_to_its_end(recipe, start, tmp_path, reports, capsys):
+def test_run_jobs_completes_run_killed_during_report(recipe, start, tmp_path, reports, capsys):
     files = recipe({"class_path": "for_a_test.DiesInReport"}, logger=False)
     job = Job("a run", Recipe(tuple(files)), 0, tmp_path / "out")
     process = start(
@@ -263,12 +263,12 @@ run_job(Job("a run", Recipe(tuple(map(Path, sys.argv[2:]))), 0, Path({str(job.ou
     before = (job.out / "results.json").read_bytes()
     run_jobs([job], 1)
     assert is_finished(job) and not temporary(job.out)
-    assert (job.out / "results.json").read_bytes() == before  # nothing was trained again
+    assert (job.out / "results.json").read_bytes() == before  # The run was not trained again.
     assert "</html>" in (job.out / "report.html").read_text()
 
 
 @pytest.mark.slow
-def test_a_damaged_file_of_a_finished_run_is_written_anew(recipe, tmp_path, reports):
+def test_run_jobs_rewrites_damaged_files(recipe, tmp_path, reports):
     job = Job("a run", Recipe(tuple(recipe(logger=False))), 0, tmp_path / "out")
     run_jobs([job], 1)
     whole = {path.name: path.read_bytes() for path in job.out.iterdir() if path.is_file()}
@@ -283,12 +283,12 @@ def test_a_damaged_file_of_a_finished_run_is_written_anew(recipe, tmp_path, repo
             assert not is_finished(job)
             run_jobs([job], 1)
             assert is_finished(job)
-            if name != "results.json":  # that says how long it took
+            if name != "results.json":  # This file contains the measured time.
                 assert {file: (job.out / file).read_bytes() for file in whole} == whole
     assert json.loads(whole["results.json"])["metrics"] == read_results(job.out)["metrics"]
 
 
-def test_a_thread_that_cannot_write_says_so_in_a_line(capfd):
+def test_thread_oserror_prints_one_line(capfd):
     def fail(error):
         raise error
 

@@ -32,13 +32,13 @@ SEARCH = {
 
 @pytest.fixture
 def recipe(small_recipe):
-    """A small run on two clients, with samples to choose on."""
+    """Return a small recipe with two clients and validation samples."""
     return small_recipe(rounds=1, clients=2, split={"validation": 0.3})
 
 
 @pytest.fixture
 def search(tmp_path, recipe):
-    """Writes a search file, with changes, and gives the words that run it."""
+    """Return a function that writes a search file with changes, and returns the words that run the search."""
     (tmp_path / "quickstart.yaml").write_text((recipes_folder() / "quickstart.yaml").read_text())
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe))
 
@@ -52,7 +52,10 @@ def search(tmp_path, recipe):
 
 @pytest.fixture
 def pretend(monkeypatch):
-    """Runs and pictures take no time: the objective is the learning rate, or what a function of the recipe says."""
+    """Return a function that replaces runs and charts by fakes.
+
+    The objective of a fake run is its learning rate, or the value of a function of the recipe.
+    """
     seen = []
 
     def use(objective=lambda recipe: recipe["model"]["init_args"]["optimizer"]["init_args"]["lr"]):
@@ -77,7 +80,7 @@ def rows(folder):
 
 
 @pytest.mark.seconds
-def test_a_search_from_end_to_end(search, tmp_path, capsys):
+def test_tune_end_to_end_writes_best_recipe(search, tmp_path, capsys):
     main(search(seeds=2, trials=2))
     printed = capsys.readouterr().out
     trials = rows(tmp_path / "out")
@@ -85,7 +88,7 @@ def test_a_search_from_end_to_end(search, tmp_path, capsys):
     best = max(trials, key=lambda trial: float(trial[SEARCH["objective"]]))
     assert printed.splitlines()[1].split()[:2] == [f"{float(best['final_accuracy/server']):.4f}", best["trial"]]
     assert (tmp_path / "out" / "trials.png").read_bytes().startswith(b"\x89PNG")
-    # The best settings are a recipe of `fit`, and lead to the trial's objective.
+    # The best settings are a recipe for `fit`, and reach the objective of the trial.
     recipe = tmp_path / "out" / "best.yaml"
     assert f"--config {recipe}\n" in recipe.read_text()
     words = ["fit", *(w for name in SEARCH["configs"] for w in ("--config", str(tmp_path / name)))]
@@ -96,12 +99,12 @@ def test_a_search_from_end_to_end(search, tmp_path, capsys):
         results = json.loads((tmp_path / f"fit-{seed}" / "results.json").read_text())
         values.append(results["metrics"]["final_accuracy/server"])
     assert float(best["final_accuracy/server"]) == pytest.approx(sum(values) / 2, abs=1e-12)
-    # It was the validation samples that counted: 0.3 of the training samples, which are 0.8 of 1797.
+    # The objective used the validation samples: 0.3 of the training samples, which are 0.8 of 1797 samples.
     folder = tmp_path / "out" / f"trial-{int(best['trial']):04}" / "seed-0"
     results = json.loads((folder / "results.json").read_text())
     assert results["measured_on"] == "validation"
     assert sum(results["record"]["totals"]) == pytest.approx(0.3 * 0.8 * 1797, abs=10)
-    # Only what is searched for has changed.
+    # Only the searched settings have changed.
     config, settings = yaml.safe_load((folder / "config.yaml").read_text()), yaml.safe_load(recipe.read_text())
     callbacks = config["trainer"]["callbacks"]
     assert [callback["class_path"].split(".")[-1] for callback in callbacks] == ["FLwF2T", "Replay"]
@@ -110,12 +113,12 @@ def test_a_search_from_end_to_end(search, tmp_path, capsys):
     assert config["model"]["init_args"]["optimizer"]["init_args"]["momentum"] == 0.5
     assert config["model"]["init_args"]["model"]["init_args"]["sizes"] == json.loads(best[SIZES])
     assert config["data"]["batch_size"] == settings["data"]["batch_size"] == int(best["data.batch_size"])
-    assert "recipe" not in settings  # a fit of best.yaml is measured on the test set again
+    assert "recipe" not in settings  # A fit of best.yaml is evaluated on the test samples.
 
 
 @pytest.mark.seconds
-def test_a_row_is_searched_for_with_all_that_it_says(search, tmp_path, recipe, monkeypatch, pretend):
-    """Its files and arguments come first, those that are searched for are left out; seeds begin where they are told."""
+def test_tune_row_uses_files_and_overrides_of_row(search, tmp_path, recipe, monkeypatch, pretend):
+    """The row's recipe is merged first, without the searched settings. Seeds start at `first_seed`."""
     pretend()
     jobs, run_job = [], module.run_job
     monkeypatch.setattr(module, "run_job", lambda job: jobs.append(job) or run_job(job))
@@ -145,7 +148,7 @@ def test_a_row_is_searched_for_with_all_that_it_says(search, tmp_path, recipe, m
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("sampler", ["random", "tpe"])
-def test_an_interrupted_search_continues(search, tmp_path, capsys, monkeypatch, pretend, sampler):
+def test_tune_interrupted_search_resumes(search, tmp_path, capsys, monkeypatch, pretend, sampler):
     seen = pretend()
     main(search("whole", sampler=sampler, trials=20))
     whole, run_job = seen.copy(), module.run_job
@@ -170,7 +173,7 @@ def test_an_interrupted_search_continues(search, tmp_path, capsys, monkeypatch, 
 
 
 @pytest.mark.seconds
-def test_what_is_damaged_of_trials_that_are_done_is_made_anew_or_named(search, tmp_path, error_of, pretend):
+def test_tune_damaged_trial_is_repaired_or_reported(search, tmp_path, error_of, pretend):
     seen = pretend()
     main(search(trials=3))
     out = tmp_path / "out"
@@ -187,7 +190,7 @@ def test_what_is_damaged_of_trials_that_are_done_is_made_anew_or_named(search, t
 
 @pytest.mark.seconds
 @pytest.mark.long
-def test_a_search_can_be_made_longer_but_not_another(search, tmp_path, error_of, pretend, recipe):
+def test_tune_resume_with_more_trials_but_no_other_change(search, tmp_path, error_of, pretend, recipe):
     seen = pretend()
     main(search(trials=2))
     main([*search(), "--trials", "5"])
@@ -207,7 +210,7 @@ def test_a_search_can_be_made_longer_but_not_another(search, tmp_path, error_of,
 
 
 @pytest.mark.seconds
-def test_tpe_learns(search, tmp_path, pretend):
+def test_tune_tpe_improves_over_trials(search, tmp_path, pretend):
     pretend()
     main(search(sampler="tpe", trials=40, space={LR: {"low": 0.0, "high": 1.0}}))
     values = [float(trial[LR]) for trial in rows(tmp_path / "out")]
@@ -215,13 +218,13 @@ def test_tpe_learns(search, tmp_path, pretend):
 
 
 @pytest.mark.seconds
-def test_the_best_settings_of_another_search_are_tried_best_first(search, tmp_path, pretend):
+def test_tune_trials_from_tries_best_settings_first(search, tmp_path, pretend):
     pretend(lambda recipe: recipe["model"]["init_args"]["optimizer"]["init_args"]["lr"] if not ending(recipe) else None)
     main(search(trials=8))
     others = sorted(rows(tmp_path / "out"), key=lambda row: -float(row["final_accuracy/server"] or "-inf"))
     table = str(tmp_path / "out" / "trials.csv")
     pretend()
-    for trials in (2, 3):  # it can be made longer
+    for trials in (2, 3):  # The number of trials can be increased.
         main([*search(out="among", trials=8), "--trials-from", table, "--trials", str(trials)])
         tried = rows(tmp_path / "among")
         assert [[row[key] for key in SEARCH["space"]] for row in tried] == [
@@ -233,12 +236,12 @@ def test_the_best_settings_of_another_search_are_tried_best_first(search, tmp_pa
 
 
 def ending(recipe):
-    """Whether a run with these settings is to fail."""
+    """Return whether a run with these settings fails."""
     return recipe["model"]["init_args"]["model"]["init_args"]["sizes"] == [64, 8, 10]
 
 
 @pytest.mark.seconds
-def test_trials_of_another_space_or_objective_are_refused(search, tmp_path, pretend, capsys):
+def test_tune_trials_from_other_space_raises(search, tmp_path, pretend, capsys):
     pretend()
     main(search())
     table = tmp_path / "out" / "trials.csv"
@@ -263,7 +266,7 @@ def test_trials_of_another_space_or_objective_are_refused(search, tmp_path, pret
 
 
 @pytest.mark.seconds
-def test_the_grid_is_covered_once(search, tmp_path, pretend):
+def test_tune_grid_covers_each_point_once(search, tmp_path, pretend):
     pretend()
     space = {
         LR: {"low": 0.1, "high": 0.3, "step": 0.1},
@@ -279,7 +282,7 @@ def test_the_grid_is_covered_once(search, tmp_path, pretend):
 
 
 @pytest.mark.seconds
-def test_each_case_is_a_search_of_its_own(search, tmp_path, pretend, error_of):
+def test_tune_cases_are_separate_searches(search, tmp_path, pretend, error_of):
     sizes = []
 
     def objective(recipe):
@@ -295,7 +298,7 @@ def test_each_case_is_a_search_of_its_own(search, tmp_path, pretend, error_of):
     assert best["data"]["batch_size"] == 8 and best["model"]["init_args"]["optimizer"]["init_args"]["lr"] == 0.2
     assert "search.yaml --case '8 at once', trial 1" in (tmp_path / "out" / "best.yaml").read_text()
     search(sampler="grid", trials=None, space=space, variants={**cases, 32: {"data.batch_size": 32}})
-    main([*words, "--case", "8 at once"])  # another case more leaves this search as it is
+    main([*words, "--case", "8 at once"])  # A further case in the file does not change this search.
     assert len(sizes) == 2
     assert "to belong to this search, but" in error_of([*words, "--case", "16"])
     main([*words[:2], "--out", str(tmp_path / "other"), "--workers", "1", "--case", "16"])
@@ -303,7 +306,7 @@ def test_each_case_is_a_search_of_its_own(search, tmp_path, pretend, error_of):
 
 
 @pytest.mark.seconds
-def test_the_folder_of_a_case_has_its_name(search, tmp_path, pretend, monkeypatch):
+def test_tune_default_folder_contains_case(search, tmp_path, pretend, monkeypatch):
     pretend()
     monkeypatch.chdir(tmp_path)
     words = search(sampler="grid", trials=None, space={LR: [0.1]}, variants={"25 %": {"data.batch_size": 8}})
@@ -312,7 +315,7 @@ def test_the_folder_of_a_case_has_its_name(search, tmp_path, pretend, monkeypatc
 
 
 @pytest.mark.seconds
-def test_minimize(search, tmp_path, pretend):
+def test_tune_minimize_selects_smallest_objective(search, tmp_path, pretend):
     pretend()
     main(search(direction="minimize"))
     smallest = min(float(trial[LR]) for trial in rows(tmp_path / "out"))
@@ -321,7 +324,7 @@ def test_minimize(search, tmp_path, pretend):
 
 
 @pytest.mark.seconds
-def test_choices_can_be_anything_that_a_recipe_takes(search, tmp_path):
+def test_tune_choices_accept_any_recipe_value(search, tmp_path):
     adam = {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}}
     space = {
         "model.init_args.optimizer": [adam],
@@ -334,25 +337,25 @@ def test_choices_can_be_anything_that_a_recipe_takes(search, tmp_path):
 
 
 @pytest.mark.seconds
-def test_a_failed_trial_is_recorded_and_the_search_goes_on(search, tmp_path, capsys, monkeypatch):
+def test_tune_failed_trial_is_recorded_and_search_continues(search, tmp_path, capsys, monkeypatch):
     words = search(sampler="grid", trials=None, space={"data.scenario.init_args.num_experiences": [2, 3], ALPHA: [0.5]})
     main(words)
-    assert "1 trials, and 1 that failed" in capsys.readouterr().out
+    assert "1 trials completed, 1 failed" in capsys.readouterr().out
     good, bad = rows(tmp_path / "out")
     assert (good["state"], bad["state"], bad["final_accuracy/server"]) == ("complete", "failed", "")
     assert "a divisor of the number of classes, 10, or a list with this sum, but got 3" in bad["failure"]
-    monkeypatch.setattr(module, "run_job", pytest.fail)  # neither of them is run again
+    monkeypatch.setattr(module, "run_job", pytest.fail)  # No trial is run again.
     main(words)
     assert rows(tmp_path / "out") == [good, bad]
 
 
 @pytest.mark.seconds
-def test_when_every_trial_fails(search, tmp_path, error_of, pretend, recipe):
+def test_tune_all_trials_failed_raises(search, tmp_path, error_of, pretend, recipe):
     (tmp_path / "tiny.yaml").write_text(
         yaml.safe_dump({**recipe, "data": {"partition": {"class_path": "IID", "init_args": {"num_clients": 2}}}})
     )
     error = error_of(search(trials=2))
-    assert "All 2 trials failed" in error and "no validation samples to evaluate on" in error
+    assert "all 2 trials failed" in error and "no validation samples to evaluate on" in error
     seen = pretend(lambda recipe: float("nan"))
     error = error_of([*search("out2", trials=30)])
     assert "the first 10 trials all failed: final_accuracy/server is nan." in error
@@ -360,7 +363,7 @@ def test_when_every_trial_fails(search, tmp_path, error_of, pretend, recipe):
 
 
 def failing(search, tmp_path, monkeypatch, error, **changes):
-    """Run a search whose trials raise an error. Return the numbers of the trials that ran."""
+    """Run a search whose trials raise an error, and return the numbers of the trials that ran."""
     tried = []
 
     def run_job(job):
@@ -376,15 +379,16 @@ def failing(search, tmp_path, monkeypatch, error, **changes):
 
 
 @pytest.mark.seconds
-def test_a_search_stops_when_the_first_trials_fail_with_one_class_and_code(search, tmp_path, error_of, monkeypatch):
+def test_tune_stops_after_first_trials_fail_alike(search, tmp_path, error_of, monkeypatch):
     def numbered(trial):
         return InvalidValueError(f"Expected another number than {trial}.", code="odd" if trial == 3 else "")
 
     assert failing(search, tmp_path, monkeypatch, lambda trial: KeyError(trial)) == [*range(10)]
     file = tmp_path / "out" / "trial-0002" / "seed-0" / "failure.txt"
     assert file.read_text() == "message: 'KeyError: 2'\nerror: builtins.KeyError\ncode: ''\n"
-    assert "the first 10 trials all failed: KeyError: 9." in error_of(search(trials=12))  # read from the files
-    file.write_text("KeyError: 2")  # a file of an earlier version
+    # The second search reads the failures from the files.
+    assert "the first 10 trials all failed: KeyError: 9." in error_of(search(trials=12))
+    file.write_text("KeyError: 2")  # the format of an earlier version
     assert "all 12 trials failed. The first error: KeyError: 0." in error_of(search(trials=12))
     assert failing(search, tmp_path, monkeypatch, numbered, out="codes") == [*range(12)]
     assert failing(search, tmp_path, monkeypatch, lambda trial: InvalidValueError(f"{trial}."), out="texts") == [
@@ -393,7 +397,7 @@ def test_a_search_stops_when_the_first_trials_fail_with_one_class_and_code(searc
 
 
 @pytest.mark.seconds
-def test_what_the_system_refuses_is_no_trials_fault(search, tmp_path, error_of, monkeypatch, pretend):
+def test_tune_oserror_stops_search_without_failed_trial(search, tmp_path, error_of, monkeypatch, pretend):
     pretend()
     run_job = module.run_job
 
@@ -439,7 +443,7 @@ def test_what_the_system_refuses_is_no_trials_fault(search, tmp_path, error_of, 
         ({"objective": "accuracy", "direction": "maximize"}, "`objective` to be one of general_accuracy/server"),
     ],
 )
-def test_bad_input_gives_one_clear_message(search, tmp_path, error_of, changes, message):
+def test_tune_invalid_search_file_prints_one_message(search, tmp_path, error_of, changes, message):
     error = error_of(search(**changes))
     assert message in error
     assert "Traceback" not in error
@@ -447,7 +451,7 @@ def test_bad_input_gives_one_clear_message(search, tmp_path, error_of, changes, 
 
 
 @pytest.mark.seconds
-def test_a_wrong_objective_does_not_stand_in_the_way(search, tmp_path, pretend):
+def test_tune_after_wrong_objective_runs(search, tmp_path, pretend):
     pretend()
     with pytest.raises(SystemExit):
         main(search(objective="accuracy", direction="maximize"))
@@ -465,12 +469,12 @@ def test_a_wrong_objective_does_not_stand_in_the_way(search, tmp_path, pretend):
         ("final_MSE/server", "minimize", "minimize"),
     ],
 )
-def test_search_direction_defaults_to_that_of_the_metric(tmp_path, search, objective, direction, expected):
+def test_search_direction_defaults_to_direction_of_metric(tmp_path, search, objective, direction, expected):
     search(objective=objective, direction=direction)
     assert module.Search.read(tmp_path / "search.yaml").direction == expected
 
 
-def test_bad_words(search, tmp_path, error_of):
+def test_tune_invalid_words_print_message(search, tmp_path, error_of):
     assert "at least 1 but got 0" in error_of([*search(), "--trials", "0"])
     assert "`workers` to be at least 1 but got 0" in error_of(search(workers="0"))
     (tmp_path / "search.yaml").write_text("a: [")
@@ -479,7 +483,7 @@ def test_bad_words(search, tmp_path, error_of):
     assert "search.yaml to contain values by name" in error_of(["tune", str(tmp_path / "search.yaml")])
 
 
-def test_numbers_in_search_files_are_those_of_recipes(tmp_path, search):
+def test_search_file_reads_numbers_like_recipes(tmp_path, search):
     search()
     text = "configs: tiny.yaml\nobjective: late_uploads/total\ntrials: 1\n"
     text += "space: {a: {low: 1e-3, high: 1E2, log: true}, b: [1e-3, 1e-2]}"
@@ -489,7 +493,7 @@ def test_numbers_in_search_files_are_those_of_recipes(tmp_path, search):
 
 
 @pytest.mark.seconds
-def test_a_recipes_own_metrics_measure_there_too(search, tmp_path, recipe):
+def test_tune_uses_metrics_callback_of_recipe(search, tmp_path, recipe):
     metrics = {"class_path": "lightning_fcl.callbacks.ContinualMetrics", "init_args": {"clients": "none"}}
     (tmp_path / "tiny.yaml").write_text(
         yaml.safe_dump({**recipe, "trainer": {**recipe["trainer"], "callbacks+": [metrics]}})

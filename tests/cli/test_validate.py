@@ -1,6 +1,6 @@
-"""`lightning-fcl validate` says whatever `fit` would refuse, in the same words, and trains nothing.
+"""`lightning-fcl validate` reports the errors of `fit` with the same messages, without training.
 
-What a fit refuses stands in the tests of what refuses it: here is some of each place that does.
+Each error has its own test elsewhere. These tests cover one example of each place that raises an error.
 """
 
 import textwrap
@@ -53,7 +53,7 @@ class ByHand(Own):
 
 
 class Outputs(L.LightningModule):
-    # Returns logits in some structure.
+    # Returns outputs in different structures.
 
     def __init__(self, kind: str = "tuple"):
         super().__init__()
@@ -76,14 +76,14 @@ class Outputs(L.LightningModule):
 
 
 class Several(Outputs):
-    # Takes more than a sample.
+    # `forward` takes a second argument beside the sample.
 
     def forward(self, x, mask):
         return self.net(x * mask)
 
 
 class Prepared(Several):
-    # The steps prepare what `forward` takes.
+    # The steps prepare the input of `forward`.
 
     def forward(self, x):
         return self.net[1](x)
@@ -240,7 +240,7 @@ def _files(tmp_path, monkeypatch):
 
 @pytest.mark.seconds
 @pytest.mark.parametrize(("recipe", "message"), REFUSED, ids=[message for _, message in REFUSED])
-def test_what_a_fit_refuses(recipe, message, error_of, tmp_path):
+def test_validate_prints_same_error_as_fit(recipe, message, error_of, tmp_path):
     (tmp_path / "own.yaml").write_text(recipe)
     told = error_of(["validate", "quickstart", "small.yaml", "own.yaml"])
     assert message in told
@@ -249,7 +249,7 @@ def test_what_a_fit_refuses(recipe, message, error_of, tmp_path):
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("recipe", FINE)
-def test_what_a_fit_trains(recipe, tmp_path, capsys):
+def test_validate_accepts_valid_recipe_without_training(recipe, tmp_path, capsys):
     (tmp_path / "own.yaml").write_text(recipe)
     before = sorted(path.name for path in tmp_path.iterdir())
     main(["validate", "quickstart", "small.yaml", "own.yaml"])
@@ -280,7 +280,7 @@ def test_validate_describes_outputs_of_any_structure(settings, described, tmp_pa
 
 
 @pytest.mark.seconds
-def test_validate_reports_clients_below_min_size_and_batches_of_one_sample(tmp_path, capsys):
+def test_validate_reports_clients_below_min_partition_size(tmp_path, capsys):
     (tmp_path / "own.yaml").write_text(
         "data:\n  batch_size: 7\n"
         "  partition: {class_path: Dirichlet, init_args: {num_clients: 8, alpha: 0.1, min_partition_size: 5}}\n"
@@ -310,7 +310,7 @@ def resolve_stream(words):
 
 
 @pytest.mark.seconds
-def test_it_starts_no_processes(error_of, monkeypatch, capsys):
+def test_validate_starts_no_processes(error_of, monkeypatch, capsys):
     monkeypatch.setattr("subprocess.Popen", None)
     words = ["quickstart", "small.yaml", "--trainer.strategy.max_vectorized_clients", "1", "--trainer.devices"]
     main(["validate", *words, "3"])

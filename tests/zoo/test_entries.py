@@ -102,7 +102,7 @@ def test_entry_exports_to_onnx(name, tmp_path):
 @pytest.mark.slow
 def test_wheel_predicts_with_published_network():
     done = subprocess.run(["bash", str(ROOT / "tests/first_prediction.sh")], capture_output=True, text=True)
-    assert done.returncode == 0 and "the first prediction is right" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "The first prediction is correct." in done.stdout, done.stdout + done.stderr
 
 
 def sums_of(task, stream, clients):
