@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class DeviceReport(Command):
     """Estimate what a recipe needs on a microcontroller, without training.
 
-    M_F is the memory of frozen parameters (int8), M_T the memory of trained parameters (fp32). A recipe freezes
-    parameters with the reduction `constant`:
+    M_F is the frozen part of the model (int8), M_T the trained part (fp32). A recipe freezes parameters
+    with the reduction `constant`:
       trainer.strategy.init_args.reductions: {"model.backbone.*": constant}
     Devices and links are in lightning_fcl/edge/profiles.yaml, which also describes how times are estimated. Your own
     YAML file has the entries of one device or link.

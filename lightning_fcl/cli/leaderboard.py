@@ -23,7 +23,10 @@ from lightning_fcl.runs.paper_rows import (
 
 
 class Leaderboard(Command):
-    """Train methods under the same protocols, and write a table and a chart for each protocol."""
+    """Train methods under the same protocols, and write a table and a chart for each protocol.
+
+    To use the results of --search, copy OUT/searches/best to recipes/leaderboard/best.
+    """
 
     def arguments(self, parser: ArgumentParser) -> None:
         add = parser.add_argument

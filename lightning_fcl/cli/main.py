@@ -192,9 +192,7 @@ def _run_command(arguments: Sequence[str] | None) -> None:
             if os.environ.get("LIGHTNING_FCL_TRACEBACK"):
                 raise
             if isinstance(error, MemoryError) or match_error(error, LibraryError.NO_MEMORY):
-                need = (
-                    "Expected more memory, but none is left on this machine or within its limit. Raise it (ulimit -v)"
-                )
+                need = "Expected more memory, but the machine or a limit has none left. Raise the limit (ulimit -v)"
                 parser.exit(2, f"lightning-fcl: error: {need}, or use fewer --workers or a smaller `batch_size`.\n")
             if not foreseen:
                 parser.exit(1, _write_traceback(error, words))

@@ -69,7 +69,7 @@ class Search:
         at_least(0, first_seed=self.first_seed)
         if self.trials is None and self.sampler != "grid":
             raise MissingValueError(
-                f"Expected `trials` for the {self.sampler} sampler, but got none.",
+                f"Expected `trials`, the number of trials of the {self.sampler} sampler, but got none.",
                 hint="Set `trials`, or pass `--trials`.",
                 argument="trials",
             )

@@ -279,8 +279,7 @@ def write_trials(
     if completed_trials.empty:
         reason = next(iter(failures.values())).message
         raise InvalidValueError(
-            f"Expected a trial to succeed, but all {len(failures)} trials failed. The first error: "
-            f"{reason.rstrip('.')}.",
+            f"Expected a trial to succeed, but all {len(failures)} trials failed. First failure: {reason.rstrip('.')}.",
             hint="Correct the cause, then run the command with `--restart`.",
         )
     plot = charts.write_png(out / "trials.png", trials_figure(study, search))

@@ -389,7 +389,7 @@ def test_tune_stops_after_first_trials_fail_alike(search, tmp_path, error_of, mo
     # The second search reads the failures from the files.
     assert "the first 10 trials all failed: KeyError: 9." in error_of(search(trials=12))
     file.write_text("KeyError: 2")  # the format of an earlier version
-    assert "all 12 trials failed. The first error: KeyError: 0." in error_of(search(trials=12))
+    assert "all 12 trials failed. First failure: KeyError: 0." in error_of(search(trials=12))
     assert failing(search, tmp_path, monkeypatch, numbered, out="codes") == [*range(12)]
     assert failing(search, tmp_path, monkeypatch, lambda trial: InvalidValueError(f"{trial}."), out="texts") == [
         *range(10)
