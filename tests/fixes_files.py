@@ -240,7 +240,7 @@ ROWS |= {
         command,
         {"words": "fit quickstart --out= --print_config"},
         {"words": "fit quickstart --print_config"},
-        "or leave it out",
+        "or remove the option",
         MissingValueError,
         "--out",
     ),
@@ -793,7 +793,7 @@ ROWS |= {
         lambda lab, name: find_runs([lab.run() / name]),
         {"name": "checkpoints"},
         {"name": "."},
-        "Pass a folder that `lightning-fcl fit` wrote",
+        "Pass a folder that `lightning-fcl fit` has written",
         MissingFileError,
     ),
     "figure of clients that were not tested": Row(

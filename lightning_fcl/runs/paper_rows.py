@@ -223,7 +223,7 @@ def find_recipe(name: str) -> Row:
         raise MissingFileError(
             f"Expected the folder of a run or a recipe at {name}, but there is "
             f"{'another folder' if Path(name).is_dir() else 'none'}.",
-            hint="Pass a folder that `lightning-fcl fit` wrote, or a YAML file.",
+            hint="Pass a folder that `lightning-fcl fit` has written, or a YAML file.",
             value=name,
         )
     plain, _, scale = name.partition("@")

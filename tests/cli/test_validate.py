@@ -170,7 +170,7 @@ REFUSED = [
     (trainer("val_check_interval: '00:00:00:01'"), "but got a time and 1. Within a round"),
     (trainer("check_val_every_n_epoch: null"), "but got 1.0 and None. Within a round"),
     (trainer("accumulate_grad_batches: 0"), "Expected `accumulate_grad_batches` to be at least 1 but got 0"),
-    (trainer("max_epochs: 0"), "Expected the fit to train for at least one round but `max_epochs=0`"),
+    (trainer("max_epochs: 0"), "Expected the fit to train for at least one round, but `max_epochs=0`"),
     (trainer("max_time: '00:00:00:00'"), "Expected the fit to train for at least one round"),
     (trainer("limit_train_batches: 0"), "Expected the fit to train for at least one round"),
     (trainer("devices: -3"), "Expected `trainer.devices` to be a positive number of devices, but got another value"),
@@ -198,7 +198,7 @@ REFUSED = [
     (callback("lightning_fcl.callbacks.ActivationDensity"), "whose `reservoir` is an `EchoStateNetwork`"),
     (callback("lightning_fcl.callbacks.BaseSession"), "Expected the task's `model` to have a `backbone` and a `head`"),
     (callback("lightning_fcl.callbacks.Pretrain"), "Expected a scenario with samples for pre-training"),
-    (callback("lightning_fcl.callbacks.FedWEIT"), "Expected a `Classifier` of a `FedWEITNet` network for `FedWEIT`"),
+    (callback("lightning_fcl.callbacks.FedWEIT"), "Expected a `Classifier` of a `FedWEITNet` for `FedWEIT`"),
     (
         callback("own_parts.Keeps"),
         "to contain only tensors and plain values, but `checkpoint['callbacks']['Keeps']['folders'][0]",

@@ -303,7 +303,7 @@ def test_recipe_with_backbone_fits_exports_and_clears_features(tmp_path, cache, 
     assert kept.stat().st_size == size
     capsys.readouterr()
     main(["export", str(tmp_path / "run"), "--int8"])
-    assert "% of 100 predictions as PyTorch's" in capsys.readouterr().out
+    assert "% of 100 predictions equal to PyTorch" in capsys.readouterr().out
     plain, small = (tmp_path / "run" / "export" / f"classifier{kind}.onnx" for kind in ("", "-int8"))
     assert small.stat().st_size < 0.35 * plain.stat().st_size
     session = onnxruntime.InferenceSession(plain, providers=["CPUExecutionProvider"])

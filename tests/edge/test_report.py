@@ -508,7 +508,7 @@ def test_read_link_invalid_file_raises(tmp_path, text):
         (["--input", "1,64,x"], "Expected `--input` to be sizes separated by commas, but got"),
         (["--input", "1,0,48"], "Expected `--input` to be sizes separated by commas"),
         (["--input", "1,32,32"], "Expected a model that accepts samples of shape (1, 32, 32), but it failed: Expected"),
-        (["--config", "no/such.yaml"], "Expected a recipe at no/such.yaml but there is no such file"),
+        (["--config", "no/such.yaml"], "Expected a recipe at no/such.yaml, but there is no such file"),
     ],
 )
 def test_edge_report_command_invalid_options_raise(recipe, error_of, words, message):
