@@ -19,7 +19,7 @@ TRIED_ELSEWHERE: dict[str, list[str]] = {
         "tests/simulation/test_tensor_subclasses.py::test_first_checkpoint_of_a_fit_is_read_back",
     ],
     "Resume from the newest checkpoint. The number of `devices` may differ.": [
-        "tests/cli/test_ranks.py::test_a_process_is_killed",
+        "tests/cli/test_ranks.py::test_fit_killed_process_leaves_resumable_checkpoint",
     ],
     "Run `pip install": ["tests/test_errors.py::test_require_package_missing_names_the_pip_package"],
     'Put the training code below `if __name__ == "__main__":`, or set `num_workers=0`.': [
