@@ -47,7 +47,8 @@ def resolve_annotations(annotations: Mapping[str, Any], module: str) -> dict[str
 def _resolve(hint: str, names: _Names) -> Any:
     try:
         return eval(hint, {}, names)
-    except Exception:  # such as an attribute of a module that only type checkers import
+    # The name can be an attribute of a module that only type checkers import.
+    except Exception:
         return Any
 
 
@@ -257,7 +258,8 @@ def _fix(name: str, value: Any, hint: Any, default: object) -> str:
     equal = [other for other in usable if isinstance(other, bool) or other == _convert(value, float)]
     if equal:
         return f"Use `{name}={equal[0]!r}`."
-    if default is Parameter.empty or repr(default) == "<factory>":  # a dataclass field with a `default_factory`
+    # The second case is a dataclass field with a `default_factory`.
+    if default is Parameter.empty or repr(default) == "<factory>":
         return f"Pass {describe(hint)}."
     return "Leave it out." if default is None else f"Leave it out for the default, {quoted_value(default)}."
 

@@ -1784,7 +1784,7 @@ ROWS |= {
         lambda lab, notation: HARCNN(notation, 3, 32, 4),
         {"notation": "16-8C__32d"},
         {"notation": "16-8C_32D"},
-        "Join the tokens with one `_` each, and use capitals",
+        "Separate the tokens with a single `_`, and use capitals",
     ),
     "notation of HARCNN with a dense layer first": Row(
         lambda lab, notation: HARCNN(notation, 3, 32, 4),

@@ -113,13 +113,13 @@ ROWS |= {
         lambda lab, size: count_patches(size, 7, 4, size),
         {"size": 30},
         {"size": 32},
-        "Resize the images to a multiple of all strides together",
+        "Resize the images to a multiple of the product of all strides",
     ),
     "patches smaller than their stride": Row(
         lambda lab, kernel: count_patches(32, kernel, 4, 32),
         {"kernel": 3},
         {"kernel": 7},
-        "Resize the images to a multiple of all strides together, or choose other patches, no smaller than their "
+        "Resize the images to a multiple of the product of all strides, or choose patches at least as large as their "
         "stride.",
     ),
     "image size of a hierarchical network": Row(

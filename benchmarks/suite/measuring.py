@@ -77,7 +77,7 @@ def measured(workload, engine, python, device="cpu", quick=False):
         engine: Name of the engine.
         python: Path of the Python that runs the engine, or a RuntimeError with the reason why there is none.
         device: ``"cpu"`` or ``"cuda"``.
-        quick: Whether to use a small size, at which the numbers say nothing about speed.
+        quick: Whether to use a small size, which is meant for tests and not for comparisons of speed.
     """
     if isinstance(python, RuntimeError):
         return {"error": str(python)}

@@ -108,7 +108,7 @@ def about(contents):
     machine = next(iter(contents.values()))["machine"]
     device = machine["gpu"] or f"{machine['cores']} cores of an {machine['processor']}"
     sizes = (
-        " The sizes are those of `--quick`, so the numbers say nothing about speed."
+        " The sizes are small (`--quick`), so the numbers cannot be used to compare speed."
         if any(c["quick"] for c in contents.values())
         else ""
     )

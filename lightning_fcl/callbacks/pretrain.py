@@ -331,7 +331,7 @@ def mirrored_and_shifted(size: tuple[int, ...]) -> Collate:
 
 
 class _Pupil(Classifier):
-    """The network limited to its first outputs, trained with AdamW and a cosine schedule to zero."""
+    """A classifier that uses the network's first ``classes`` outputs, trained with AdamW and a cosine schedule to 0."""
 
     def __init__(self, network: nn.Module, classes: int, lr: float, weight_decay: float, steps: int) -> None:
         super().__init__(network, classes)

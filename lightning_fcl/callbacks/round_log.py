@@ -1,4 +1,4 @@
-"""Collect values that a module logs, and reduce them over an epoch or over the processes of a round."""
+"""Collection of values that a module logs, and their reduction over an epoch or over the processes of a round."""
 
 from __future__ import annotations
 

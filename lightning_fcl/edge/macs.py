@@ -40,7 +40,7 @@ class Layer:
 
     @property
     def activations(self) -> int:
-        """Bytes of its input and output."""
+        """Size of the layer's input and output in bytes."""
         return (self.inputs + self.outputs) * (4 if self.is_trained else 1)
 
     @property
@@ -81,7 +81,7 @@ class LayerRecorder:
         self.uncounted: set[str] = set()
         self.frozen = self.learnt = 0
         self._before = 0
-        # References to the tensors prevent that Python reuses their ids.
+        # The references to the tensors prevent Python from reusing their ids.
         self._makers: list[tuple[Tensor, str, nn.Module]] = []
 
     def run(self, sample: Tensor) -> int:

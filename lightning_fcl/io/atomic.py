@@ -35,7 +35,7 @@ _PREFIX = "lightning-fcl-"
 # Files and folders of this process that `remove_temporary` deletes.
 _temporary: set[Path] = set()
 if sys.platform != "win32":
-    # The files and folders belong to the parent process.
+    # After a fork, these files and folders belong only to the parent process.
     os.register_at_fork(after_in_child=_temporary.clear)
 
 

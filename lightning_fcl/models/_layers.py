@@ -26,7 +26,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, num_heads: int = 1) -> Ten
 
 
 class _WideAttention(TorchFunctionMode):
-    """Runs fused attention in single precision, also in timm's networks. The output has the dtype of the query."""
+    """Mode that runs fused attention in single precision, also in timm's networks. Outputs have the query's dtype."""
 
     def __torch_function__(
         self,
@@ -109,8 +109,8 @@ def count_patches(side: int, kernel: int, stride: int, image_size: int) -> int:
         raise InvalidValueError(
             f"Expected `image_size` to match patches of {kernel} x {kernel} with stride {stride}, but got "
             f"{image_size}, which results in a map of {side} x {side} positions before this layer.",
-            hint="Resize the images to a multiple of all strides together, or choose other patches, no smaller than "
-            "their stride.",
+            hint="Resize the images to a multiple of the product of all strides, or choose patches at least as large "
+            "as their stride.",
             argument="image_size",
             value=image_size,
         )

@@ -55,7 +55,8 @@ class FrozenBackbone(Serializable):
         # On CPUs, the channels-last memory format takes about 0.6 of the time.
         self.network = network.to(memory_format=torch.channels_last)
         self.size = size
-        self.has_packaged_weights = False  # whether an installed package contains the weights
+        # True if an installed package contains the weights.
+        self.has_packaged_weights = False
         for name, values in (("mean", mean), ("std", std)):
             self.register_buffer(name, torch.tensor(values).view(3, 1, 1))
         self.eval().requires_grad_(False)

@@ -135,8 +135,8 @@ class RidgeReadout(DoublePrecision):
         self._check(other)
         if self.rank is not None:
             raise InvalidValueError(
-                f"Expected a readout with all of B, but got one of rank {self.rank}: samples cannot be removed from a "
-                "reduced B.",
+                f"Expected a readout with the complete B, but got a readout of rank {self.rank}: samples cannot be "
+                "removed from a reduced B.",
                 hint="Make both readouts without `rank`.",
                 argument="rank",
                 value=self.rank,

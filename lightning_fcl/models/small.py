@@ -155,7 +155,7 @@ def _hidden(notation: str, in_channels: int, length: int, dropout: float) -> tup
             raise InvalidValueError(
                 f"Expected `notation` to contain tokens such as 196-16C, 4M or 1024D, but got {location} of "
                 f"{notation!r}.",
-                hint="Join the tokens with one `_` each, and use capitals and sizes of at least 1.",
+                hint="Separate the tokens with a single `_`, and use capitals and sizes of at least 1.",
                 argument="notation",
                 value=location,
             )

@@ -81,9 +81,9 @@ class Continuation:
 def continue_from(name: str | Path, clients: str | Path | None = None, classes: int | None = None) -> Continuation:
     """Continue learning from the state of a published network.
 
-    With the client states in ``clients``, `Continuation.fit` gives bitwise the same result as an uninterrupted run.
-    Without ``clients``, clients start without state. The result is then bitwise the same only if the methods of the
-    recipe keep no client state.
+    With the client states in ``clients``, the result of `Continuation.fit` is bitwise identical to the result of an
+    uninterrupted run. Without ``clients``, clients start without state. The result is then bitwise identical only if
+    the methods of the recipe keep no client state.
 
     To continue with your own clients, classes or data, fit the module on another stream, with ``trainer`` or with your
     own Trainer. The module has the server's state, including the statistics of a readout. New samples are added to

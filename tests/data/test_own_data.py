@@ -183,7 +183,7 @@ def as_lists(items):
 def test_empty_classes_do_not_read_targets():
     class Unread(Indexed):
         def __getitem__(self, index):
-            raise AssertionError("nothing asks for items")
+            raise AssertionError("items must not be read")
 
     assert stream_of(Unread(X), Stationary(), classes=()).plan.num_rounds == 1
 

@@ -123,7 +123,7 @@ def test_declared_targets_are_compared_with_some_items():
     stream.setup("fit")
     assert data.read < 110 and stream.classes == ("0", "10", "20", "30")
     data.labels = [*labels[:5], 30, *labels[6:]]
-    # The labels are those of the items.
+    # The labels come from the items, not from the declared `targets`.
     assert stream.get_samples(torch.arange(8).numpy())[1].tolist() == [0, 1, 2, 3, 0, 3, 2, 3]
     data.labels = [7] * 1000
     with raises(InvalidValueError, "y", value=7):

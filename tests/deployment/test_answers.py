@@ -81,7 +81,7 @@ def test_join_request_invalid_has_reason(kind):
 
 
 def test_upload_near_float32_maximum_raises_for_each_reduction():
-    """For each reduction: sums of squares, which Krum and server optimizers need, would overflow."""
+    """The limit is the same for every reduction, because Krum and server optimizers need sums of squares."""
     for rule in ("mean", "sum", "sparse_mean", "median", "krum"):
         honest, _, read = answer_to(server_state(), rule)
         read(honest)

@@ -73,7 +73,7 @@ def client(name):
 
 
 def changing(*parts):
-    """Return a node that behaves like other nodes, each from a given time."""
+    """Return a node that changes its behavior over time. Each part is a start time and the node to behave like."""
     return lambda parcel, now: next(node for since, node in reversed(parts) if now >= since)(parcel, now)
 
 
@@ -112,7 +112,10 @@ def members(air):
 
 @pytest.fixture
 def gather(air, members):
-    """Return a function that collects answers within 20 s, or up to 100 s more. Its `taken` lists the answers."""
+    """Return a function that collects answers for 20 s, and for up to 100 s more if too few clients have answered.
+
+    Its attribute `taken` lists the clients of the answers.
+    """
 
     def run(wanted, needed, counts=lambda answer: True):
         run.taken = []
@@ -160,7 +163,7 @@ def test_key_keeps_its_client_on_other_nodes(air, members, caplog):
 
 
 def test_registered_keys_client_keeps_its_first_key(air, caplog):
-    """Also while the node with the key is away, and in a resumed run: a new key cannot claim the client."""
+    """A new key cannot claim the client, even if the node with the first key is away, or if the run is resumed."""
     claimed = {}
     air.there, air.keys = {7: client("a")}, {7: "mine", 8: "other", 9: "mine"}
     for registered in (True, False):
@@ -188,7 +191,7 @@ def test_node_without_data_is_asked_until_data_exists(air, members, caplog):
 
 
 def test_collect_answers_waits_once_for_silent_node_until_timeout(air, gather, caplog):
-    """Also if the node gets another number before each round, as a SuperNode without a registered key does."""
+    """The node gets another number before each round, as a SuperNode without a registered key does."""
     air.there = {7: client("a"), 8: silent}
     assert gather(["a", "b"], 1) == 1 and gather.left == {"b": "not connected"}
     assert 20 < air.clock.now - 100 < 21
@@ -233,9 +236,8 @@ def test_wait_for_nodes_lists_unexpected_clients_with_setting(air, members, capl
     assert 100 < air.clock.now - 100 < 101
     setting = 'set `data` and clients="plant-a,plant-b,plant-c" in the run configuration'
     waiting = [one for one in caplog.records if one.getMessage().startswith("Waiting for 1 more of the clients")]
-    assert {one.levelno for one in waiting} == {logging.WARNING} and len(
-        waiting
-    ) == 2  # The warnings come after 3 s and 63 s.
+    # The warnings come after 3 s and 63 s.
+    assert {one.levelno for one in waiting} == {logging.WARNING} and len(waiting) == 2
     for text in [one.getMessage() for one in waiting] + [str(ended.value)]:
         assert setting in text and "Ignored 4 connected nodes." in text and "`unusable-data`" in text
         assert "Expected node 8 to be one of the clients a, b, c of the run, but it is plant-b." in text
@@ -355,7 +357,7 @@ def liar_until(since, clock):
 
 
 def test_round_that_needs_all_ends_without_rejected_client(air, gather):
-    """Until then, the client gets the message again after longer and longer pauses."""
+    """Until the round ends, the rejected client gets the message again after longer and longer pauses."""
     air.there = {7: client("a"), 8: client("b")}
     assert gather(["a", "b"], 2, liar_until(1000, air.clock)) == 1 and 20 < air.clock.now - 100 < 21
     assert gather.has_enough_answers and gather.left == {} and gather.taken.count("b") == 1
@@ -369,7 +371,7 @@ def test_later_valid_answer_of_client_is_accepted(air, gather):
 
 
 def test_round_waits_for_missing_client_despite_rejected_client(air, gather):
-    """The round waits until its end, and needs no fewer answers while other clients can still answer."""
+    """While client `c` can still answer, the round waits, and the required number of answers stays the same."""
     air.there = {7: client("a"), 8: client("b"), 9: changing((0, stalling("c")), (50, client("c")))}
     assert gather(["a", "b", "c"], 3, liar_until(1000, air.clock)) == 2 and 50 <= air.clock.now - 100 < 51
     assert gather.has_enough_answers

@@ -65,7 +65,7 @@ def reasons(caplog, round_idx):
 
 @pytest.mark.seconds
 def test_each_invalid_answer_is_logged_and_changes_nothing(prepared, honest, wire, same, caplog):
-    """Also non-finite values, and answers of the round before."""
+    """The invalid answers include non-finite values, and answers of the previous round."""
 
     def lies(answer, before, parcel):
         yield from (change(answer) for change, _ in KINDS.values())

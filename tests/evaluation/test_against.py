@@ -7,14 +7,18 @@ from lightning_fcl.evaluation.table import Cell, Table, VerdictCounts
 
 ROWS = {
     "one": {
-        "accuracy/server": Cell({0: 0.50, 1: 0.52}, 0.56),  # near: .510 and .560 after rounding
-        "loss/server": Cell({0: 0.50, 1: 0.60}, 0.65),  # within 2 std: .1 from the mean, std .071
+        # The difference of 0.510 and 0.560 is 0.05 after rounding: near.
+        "accuracy/server": Cell({0: 0.50, 1: 0.52}, 0.56),
+        # The difference from the mean is 0.1, and the standard deviation is 0.071: within 2 standard deviations.
+        "loss/server": Cell({0: 0.50, 1: 0.60}, 0.65),
         "bytes/server": Cell({0: 1.0}),
     },
     "two": {
-        "accuracy/server": Cell({0: 0.50}, 0.8),  # outside: one seed has no spread
+        # A single seed has no standard deviation: outside.
+        "accuracy/server": Cell({0: 0.50}, 0.8),
         "loss/server": Cell({0: 0.1, 1: 0.102}, 0.5),
-        "gain/server": Cell({}, 0.5),  # not measured
+        # This metric was not measured.
+        "gain/server": Cell({}, 0.5),
     },
 }
 

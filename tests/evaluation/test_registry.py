@@ -40,7 +40,7 @@ def test_metric_record_is_complete(metric):
     assert metric.direction in ("maximize", "minimize", "quantity")
     description = metric.description
     assert 10 < len(description) <= 120 and description == description.strip() and not description.endswith(".")
-    # If the direction is that of the quantity, the description names the quantity, and so does the name for a measure.
+    # If the quantity determines the direction, description and measure name contain a placeholder for the quantity.
     if metric.direction == "quantity":
         assert description.startswith(("{quantity}", "lowest {quantity}"))
         assert metric.measure_name is None or "{measure}" in metric.measure_name

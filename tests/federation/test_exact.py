@@ -77,7 +77,7 @@ def summed(values, weights, order=None, together=1):
 
 
 def by_hand(values, weights):
-    """Return the sum in fractions of products in double precision. The sum is rounded once at the end."""
+    """Return the exact sum of double-precision products, computed with fractions. Only the result is rounded."""
     if values.is_complex():
         return torch.complex(by_hand(values.real, weights), by_hand(values.imag, weights))
     columns = []

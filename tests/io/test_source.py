@@ -41,7 +41,8 @@ def put_folder(folder: Path, listed: str = "test.csv") -> Path:
 def test_layout_folder_requires_all_markers(tmp_path):
     put(tmp_path / "original" / "train.csv")
     assert FOLDER.find(tmp_path) is None
-    put(tmp_path / "original" / "images")  # a file instead of a folder
+    # The layout needs a folder of this name, not a file.
+    put(tmp_path / "original" / "images")
     assert FOLDER.find(tmp_path) is None
     (tmp_path / "original" / "images").unlink()
     assert FOLDER.find(tmp_path) is None

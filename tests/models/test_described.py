@@ -47,13 +47,15 @@ NEEDED = {
 def test_every_network_is_created_from_its_description(name):
     make = getattr(lightning_fcl.models, name)
     network = make(**NEEDED.get(name, {}))
-    told = json.loads(json.dumps(network.init_config))  # plain data
+    # The description is plain data, so JSON can encode it.
+    told = json.loads(json.dumps(network.init_config))
     again = build_from_config(told, "model")
     assert type(again) is type(network) and again.init_config == network.init_config
     shapes = {key: value.shape for key, value in network.state_dict().items()}
     assert {key: value.shape for key, value in again.state_dict().items()} == shapes
     assert copy.deepcopy(network).init_config == network.init_config
-    assert get_type_hints(make.__init__ if isinstance(make, type) else make)  # types can be checked
+    # The types of all arguments can be resolved, so they can be checked.
+    assert get_type_hints(make.__init__ if isinstance(make, type) else make)
 
 
 def test_init_config_names_the_function_that_created_the_network():

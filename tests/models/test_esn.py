@@ -90,7 +90,8 @@ def test_spectral_radius_is_exact(radius, connectivity):
 def test_connectivity_sets_the_number_of_weights_in_each_row(connectivity, of_inputs, of_units):
     # With one connection per unit, the graph may have no cycle. With this seed it has one.
     reservoir = EchoStateNetwork(5, 20, 2, input_connectivity=connectivity, recurrent_connectivity=connectivity, seed=1)
-    for layer, seen in ((0, of_inputs), (1, of_units)):  # the inputs of the second layer are the units of the first
+    # The inputs of the second layer are the units of the first layer.
+    for layer, seen in ((0, of_inputs), (1, of_units)):
         drive, recurrent = reservoir.weights(layer)
         assert (drive != 0).sum(dim=1).tolist() == [seen] * 20
         assert (recurrent != 0).sum(dim=1).tolist() == [of_units] * 20

@@ -112,7 +112,8 @@ def test_int8_convolution_equals_integer_arithmetic(groups, stride, padding, rel
     assert layer.weight.abs().amax(dim=(1, 2, 3)).tolist() == [127] * 8
 
     scale, zero = float(model.backbone.input_scale), int(model.backbone.input_zero_point)
-    assert scale == pytest.approx(3 / 255, rel=0.05)  # 256 levels over the range -1 to 2
+    # The 256 levels cover the range -1 to 2.
+    assert scale == pytest.approx(3 / 255, rel=0.05)
     assert zero == pytest.approx(255 / 3, rel=0.05)
     assert np.abs(layer.bias.numpy() * scale * weight_scale - bias).max() <= 0.51 * scale * weight_scale.max()
 
@@ -189,7 +190,7 @@ def test_quantize_backbone_without_images_needs_no_torchao(monkeypatch):
         quantize_backbone(DSICNet(), digits()[:2])
 
 
-# --- behaviour as a module ---
+# --- behavior as a module ---
 
 
 @pytest.mark.seconds

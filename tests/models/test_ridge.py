@@ -201,9 +201,11 @@ def with_spectrum(values, seed=0):
 @pytest.mark.parametrize(
     ("values", "beta"),
     [
-        (np.logspace(0, 9, 10), 0.0),  # condition number 1e9
+        # The condition number is 1e9.
+        (np.logspace(0, 9, 10), 0.0),
         (np.logspace(-3, 6, 10), 1e-4),
-        (np.r_[np.zeros(4), np.logspace(0, 4, 6)], 1e-5),  # rank 6 of 10: only beta makes the matrix invertible
+        # The rank is 6 of 10, so the matrix is invertible only with beta.
+        (np.r_[np.zeros(4), np.logspace(0, 4, 6)], 1e-5),
     ],
 )
 def test_solve_ill_conditioned_equals_exact_solution(values, beta):

@@ -78,7 +78,8 @@ def test_token_transformer_equals_explicit_computation():
 
 def test_t2t_without_positions_ignores_the_order_of_patches():
     model = T2TBody(16, width=8, depth=2, num_heads=2, splits=((4, 4),)).eval()
-    rows = torch.randn(1, 3, 4, 4, 4, 4)  # 4 x 4 patches of 4 x 4
+    # The image has 4 x 4 patches of 4 x 4 pixels.
+    rows = torch.randn(1, 3, 4, 4, 4, 4)
 
     def image(order):
         patches = rows.flatten(2, 3)[:, :, order].unflatten(2, (4, 4))

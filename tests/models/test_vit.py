@@ -190,7 +190,8 @@ def test_every_attention_has_several_keys_at_32(name, monkeypatch):
             module.register_forward_hook(lambda _, args, out: seen.add(out.shape[-1]))
     model(torch.randn(2, 3, 32, 32))
     if name == "cait":
-        seen.discard(65)  # keys of the blocks of the class token
+        # These are the keys in the blocks of the class token.
+        seen.discard(65)
     assert seen == KEYS[name]
 
 
@@ -225,7 +226,8 @@ def test_create_vit_state_contains_body_and_head(name):
     parts = [{id(p) for p in part.parameters()} for part in (model.body, model.head)]
     assert not parts[0] & parts[1] and parts[0] | parts[1] == {id(p) for p in model.parameters()}
     state = state_tensors(model)
-    assert state.keys() == model.state_dict().keys()  # each tensor has one name
+    # No tensor has two names.
+    assert state.keys() == model.state_dict().keys()
     assert {key.split(".")[0] for key in state} == {"body", "head"}
     assert [key for key in state if key.startswith("head.")] == ["head.weight", "head.bias"]
     assert all(isinstance(value, torch.Tensor) for value in state.values())

@@ -310,7 +310,8 @@ def test_keep_optimizer_state_saves_values_in_parameter_groups(fit):
         return {client: dict(trainer.strategy.server.client_store[client]).get("optimizer", {}) for client in "ab"}
 
     for memory in kept(True).values():
-        assert memory["0.number.0.step"].item() == 8  # four batches in each of two rounds
+        # There are four batches in each of two rounds.
+        assert memory["0.number.0.step"].item() == 8
         assert memory["0.group.0.estimate"].item() == pytest.approx(1.1**8)
         assert not [name for name in memory if name.endswith(".lr")]  # Schedulers may set the learning rate.
     assert kept(False) == {"a": {}, "b": {}}
@@ -399,7 +400,8 @@ class Gathers(Base):
         self.validated = self.trainer.current_epoch
 
     def on_train_epoch_end(self):
-        number = self.history[-1] + 1  # number of steps of the last client
+        # This is the number of steps of the last client.
+        number = self.history[-1] + 1
         assert self.number == self.ended == number and torch.isclose(
             self.total, torch.stack(self.outputs)[-number:].sum()
         )

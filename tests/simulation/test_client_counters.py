@@ -489,8 +489,10 @@ class ByHand(Base):
 @pytest.mark.parametrize(
     ("when", "rate"),
     [
-        (lambda trainer, batch_idx: trainer.is_last_batch, 0.1 * 0.5**3),  # a schedule by round
-        (lambda trainer, batch_idx: True, 0.1),  # a schedule by step, which restarts with each client
+        # The schedule steps once per round.
+        (lambda trainer, batch_idx: trainer.is_last_batch, 0.1 * 0.5**3),
+        # The schedule steps after each batch, and restarts with each client.
+        (lambda trainer, batch_idx: True, 0.1),
         (lambda trainer, batch_idx: batch_idx % 2 == 1, 0.1),
         (lambda trainer, batch_idx: False, 0.1),
     ],

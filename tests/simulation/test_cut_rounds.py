@@ -35,7 +35,8 @@ class Stop(Callback):
 
     def __init__(self, act, batch=5):
         self.act, self.batch = act, batch
-        self.ended = -1  # number of the last completed batch in the round, over all clients
+        # Index of the last completed batch in the round, counted over all clients.
+        self.ended = -1
 
     def on_train_epoch_start(self, trainer, pl_module):
         self.ended = -1

@@ -255,7 +255,7 @@ def check_by_hand(found, stream, epochs):
     ],
 )
 def test_epoch_states_1_2_and_3_processes_are_equal(seen, make_stream, kind, callback, max_vectorized_clients):
-    """Each of six clients of different sizes counts once, on every process, in the order of the clients."""
+    """On every process, each of six clients of different sizes counts once, in the order of the clients."""
     found = []
     for number in (1, 2, 3):
         stream = make_stream(partition="dirichlet", num_clients=6, num_experiences=2, rounds_per_experience=2)

@@ -110,7 +110,7 @@ def test_replay_buffer_contains_each_trained_sample_once(fit, make, make_task, n
     for client, found in kept.items():
         expected = numbers_in(stream, client, rounds_of(trainer, stream, client))
         assert len(found) == len(set(found))
-        # FedCBDR draws its samples in proportion to their leverage: at most all of them.
+        # FedCBDR stores a random subset, drawn in proportion to the leverage of the samples.
         assert set(found) <= set(expected) if name == "FedCBDR" else found == expected
 
 
@@ -250,7 +250,8 @@ def test_server_moments_equal_those_of_all_trained_samples(fit, make, make_task,
 @pytest.mark.parametrize("participation", [0.25, 1.0])
 def test_server_sums_and_counts_contain_each_sample_once(fit, make, make_task, kind, participation):
     if kind == "seen":
-        methods = [LogitAdjustment(prior="federation")]  # Fed3R rejects streams with samples that come again
+        # Fed3R rejects streams in which samples occur in several experiences.
+        methods = [LogitAdjustment(prior="federation")]
     else:
         methods = [LogitAdjustment(prior="federation"), Fed3R()]
     stream = make(**STREAMS[kind])

@@ -79,7 +79,8 @@ def test_csv_logger_has_metrics_rates_and_hyperparameters(fit, stream, task, tmp
                   trainer_args={"logger": logger, "log_every_n_steps": 1})  # fmt: skip
     for name in ("0/accuracy", "1/accuracy", "2/accuracy", "server/accuracy", "train/loss", "val/accuracy"):
         assert len(column(tmp_path, name)) == 4, name
-    assert set(column(tmp_path, "lr-SGD")) == {0.001}  # the default of PyTorch
+    # This is PyTorch's default.
+    assert set(column(tmp_path, "lr-SGD")) == {0.001}
     hparams = yaml.safe_load((tmp_path / "hparams.yaml").read_text())
     assert hparams["model"] == {"class_path": "lightning_fcl.models.MLP", "init_args": {"sizes": [64, 16, 10]}}
     assert hparams["optimizer"]["class_path"].endswith("SGD") and hparams["num_classes"] == 10
@@ -284,7 +285,8 @@ class Uploads(L.Callback):
 
 @pytest.mark.parametrize("weights", ["samples", "trained_samples", "uniform"])
 def test_client_weights_do_not_depend_on_limit_train_batches(fit, weights):
-    owners = torch.arange(64).clamp(max=40) // 40  # 40 and 24 samples
+    # The two clients have 40 and 24 samples.
+    owners = torch.arange(64).clamp(max=40) // 40
     x, y = torch.randn(64, 64), torch.arange(64) % 10
     words = {"scenario": ClassIncremental(1), "split": Split(test=0.0), "batch_size": 8, "seed": 0}
     stream, task, sent = FederatedStream.from_arrays(x, y, owners, **words), Net(), Uploads()

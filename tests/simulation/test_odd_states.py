@@ -78,7 +78,8 @@ def test_integers_beyond_double_precision_stay_exact(fit, make_stream):
 
     task, stream = Tagged(), make_stream(batch_size=1000)
     fit(task, stream, max_vectorized_clients=1, local_epochs=2)
-    assert task.tag.tolist() == [2**62 + 12345, 5 + 2 * 2 * 3, -(2**60) - 1]  # two rounds with two steps each
+    # There are two rounds with two steps each.
+    assert task.tag.tolist() == [2**62 + 12345, 5 + 2 * 2 * 3, -(2**60) - 1]
 
 
 @pytest.mark.may("Buffers made by `expand`", "They are averaged like other buffers.")

@@ -13,7 +13,8 @@ from lightning_fcl.errors import InvalidTypeError
 
 REMEDY = "Write `import lightning.pytorch as pl` in place of `import pytorch_lightning as pl`"
 HOOKS = {name: value for name, value in vars(L.Callback).items() if name not in ("__dict__", "__weakref__")}
-KINDS = {  # the base class and the content of each class of the package
+# Base class and attributes of each class of the package.
+KINDS = {
     "LightningModule": (nn.Module, {}),
     "LightningDataModule": (object, {"on_exception": lambda *_: None}),
     "Callback": (object, HOOKS),

@@ -158,7 +158,7 @@ METHODS = {
 
 
 FAST = ["averages", "a server optimizer", "replay and two teachers", "sums at the server", "krum", "a swarm"]
-# CI runs these and the fast ones. All others are marked `long`.
+# CI runs these cases and the fast cases. All other cases are marked `long`.
 SLOW = [
     "client-local head",
     "compression",
@@ -250,7 +250,7 @@ def test_callback_with_generator_is_bitwise_equal_on_processes(alike, make_strea
 
 
 class Odd(nn.Linear):
-    """Non-finite numbers, one of which some clients set, and an average that is reset for each client."""
+    """A layer with non-finite buffers, which training partly sets, and an average that is reset for each client."""
 
     def __init__(self):
         super().__init__(6, 4)
@@ -330,7 +330,8 @@ def test_client_hooks_see_one_process_and_epoch_hooks_see_all(ranks, make_stream
         for epoch in (0, 1):
             told = [(folder / f"{epoch}-{rank}").read_text() for rank in range(number)]
             steps = {text.split(", ")[2] for text in told}
-            assert len(steps) == 1  # the steps of all processes
+            # All processes have the same number of steps.
+            assert len(steps) == 1
             assert told == [f"{number} [{rank}, {rank == 0}, {steps.copy().pop()}" for rank in range(number)]
     assert found[0] == found[1] == found[2]
 
@@ -410,7 +411,7 @@ def test_processes_with_different_data_raise(ranks, make_task, make_stream, monk
 @pytest.mark.seconds
 @pytest.mark.parametrize("kind", ["memory", "disk"])
 def test_resume_with_another_number_of_processes_is_equal(ranks, fit, make_task, make_stream, tmp_path, kind):
-    """Two rounds on two processes, and the others on one or three, give the weights of four rounds on one process."""
+    """Two rounds on two processes, then two rounds on one or three, give the same weights as four rounds on one."""
 
     def stream():
         return make_stream(num_clients=6, num_experiences=2, rounds_per_experience=2)

@@ -47,7 +47,8 @@ OPTIONS = {
 
 @pytest.mark.seconds
 @pytest.mark.parametrize(
-    ("store", "max_vectorized_clients", "validation", "at_epoch_end"),  # each pair of values occurs
+    # Each pair of values of two arguments occurs.
+    ("store", "max_vectorized_clients", "validation", "at_epoch_end"),
     [
         ("memory", 1, 0.0, True),
         ("memory", "auto", 0.2, None),

@@ -185,7 +185,7 @@ def test_second_fit_of_the_same_trainer_continues_the_clock(fit, make_stream, ma
 
 
 def test_fedbuff_averages_batch_norm_statistics(fit, make_stream, make_task):
-    """Statistics are averaged, not updated by differences: a stale variance could make the server's negative."""
+    """Statistics are averaged, not updated by differences: a stale one could make the server's variance negative."""
     task, seen = make_task(model=nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 4))), []
 
     class Sent(Watch):
@@ -239,7 +239,8 @@ def test_last_round_of_each_client_is_evaluated(fit, make_stream, make_task, mak
         tested = [(client, entry["round"]) for entry in metrics.record["rounds"] for client in entry["local"]]
         assert {client: round_idx for client, round_idx in tested if round_idx in rounds} == last
         ends |= {*last.values()}
-    assert len(ends) > 2  # Some clients train last before the last round of an experience.
+    # Some clients have their last training before the last round of an experience.
+    assert len(ends) > 2
 
 
 def test_fedbuff_with_method_that_needs_sums_raises(fit, make_stream, make_task):

@@ -139,7 +139,8 @@ def test_evaluation_limits_apply_to_batches(fit, task, digits, stage):
     trainer = fit(task, digits, [counts], trainer_args={limit: 1, "num_sanity_val_steps": 0})
     loaders = {"validate": digits.val_dataloader, "test": digits.test_dataloader, "predict": digits.predict_dataloader}
     expected = {name: len(loader()) for name, loader in loaders.items()}
-    assert counts.batches.pop("validate") == 3 * (1 if stage == "validate" else expected["validate"])  # during the fit
+    # The fit has three rounds with validation.
+    assert counts.batches.pop("validate") == 3 * (1 if stage == "validate" else expected["validate"])
     assert min(expected.values()) > 1
     counts.batches["validate"] = 0
     for name in loaders:
@@ -272,7 +273,8 @@ def test_inference_mode_applies_to_evaluation(fit, make_stream, make_task, mode)
     )
     task, stream = make_task(), make_stream(validation=0.2)
     trainer = fit(task, stream, [look], trainer_args={"inference_mode": mode})
-    assert seen.pop("validate") == {False}  # as in a fit of a plain Trainer
+    # A fit of a plain Trainer does not use inference mode for validation either.
+    assert seen.pop("validate") == {False}
     seen["validate"] = set()
     trainer.validate(task, datamodule=stream, verbose=False), trainer.predict(task, datamodule=stream)
     assert seen == {"train": {False}, "validate": {mode}, "predict": {mode}}
@@ -320,7 +322,8 @@ def test_sync_batchnorm_and_sampler_arguments_do_not_change_results(
         batches.append(float(trainer.callback_metrics["val/accuracy"]))
     assert type(task.model[1]) is nn.BatchNorm1d
     assert_same(*tasks, 0)
-    assert batches[0] == batches[1]  # the accuracy on all validation samples
+    # This is the accuracy on all validation samples.
+    assert batches[0] == batches[1]
 
 
 @pytest.mark.argument("plugins", "Supported for precision, the cluster environment and checkpoint IO.")

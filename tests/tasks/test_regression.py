@@ -109,7 +109,8 @@ class ByHand(ContinualMetrics):
 def test_regressor_continual_metrics_equal_numpy(fit, outputs):
     stream, metrics = make(outputs), ByHand()
     trainer = fit(regressor(outputs), stream, [metrics], seed=0)
-    record, found = metrics.record, np.array(metrics.found)  # (rounds, parts, measures)
+    # `found` has shape (rounds, parts, measures).
+    record, found = metrics.record, np.array(metrics.found)
     assert [one["name"] for one in record["measures"]] == ["MSE", "R2"] and get_quantity(record).name == "MSE"
     for number, name in enumerate(("MSE", "R2")):
         rows = [entry["values"]["server"][name] for entry in record["rounds"]]

@@ -413,7 +413,7 @@ def test_reservoir_client_below_min_samples_warns_once(
         "its data. Give the client more samples, or use secure aggregation."
     ]
     caplog.clear()
-    # With this upload, statistics are not uploaded.
+    # With `upload="weights"`, clients upload no statistics.
     fit(make_reservoir_task(min_samples=limit, upload="weights"), stream)
     fit(make_reservoir_task(min_samples=min(sizes[r]["0"] for r in (0, 1))), make_series_stream(3, 2))
     assert not [record for record in caplog.records if record.name.startswith("lightning_fcl")]

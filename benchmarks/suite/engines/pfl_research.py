@@ -19,7 +19,7 @@ def refuses(workload):
 
 
 def run(workload, rounds, marks, out, device="cpu"):
-    """Run the algorithm once."""
+    """Train with pfl's federated averaging, mark each round, and write the server's last state."""
     from pfl.aggregate.simulate import SimulatedBackend
     from pfl.aggregate.weighting import WeightByDatapoints
     from pfl.algorithm.base import NNAlgorithmParams
