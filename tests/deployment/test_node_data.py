@@ -320,7 +320,7 @@ def test_read_data_file_with_duplicate_members_raises(tmp_path, again):
     np.savez(path, x=X, y=Y)
     with ZipFile(path, "a") as archive:
         archive.writestr(again, archive.read("x.npy"))
-    with pytest.raises(RejectedMessageError, match=r"own\.npz.*two members of the name 'x'"):
+    with pytest.raises(RejectedMessageError, match=r"own\.npz.*two members with the name 'x'"):
         read_data(path)
 
 

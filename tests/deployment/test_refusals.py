@@ -112,7 +112,7 @@ def test_read_data_invalid_arrays_raise(tmp_path):
         "no samples": ({"x": rows[:0], "y": np.array([], dtype="U1")}, "it contains 0 samples"),
         "no targets": ({"x": rows}, "not `x` and `y`"),
         "numbers that are not finite": ({"x": rows * np.nan, "y": np.array(["0"] * 4)}, "non-finite"),
-        "fewer targets": ({"x": rows, "y": np.array(["0"] * 3)}, r"own.npz to hold numbers or text of shape \(4,\)"),
+        "fewer targets": ({"x": rows, "y": np.array(["0"] * 3)}, r"own.npz to contain numbers or text of shape \(4,\)"),
         "a single target": ({"x": rows, "y": np.array("0")}, r"but got <U1 of shape \(\)"),
         "targets of bytes": ({"x": rows, "y": np.array([b"0"] * 4)}, r"but got \|S1"),
     }
@@ -163,7 +163,7 @@ def test_read_data_damaged_image_raises_with_name(tmp_path):
     for content in (whole[: len(whole) // 2], whole.replace(b"IDAT", b"IDAX"), bomb, b""):
         path.write_bytes(content)
         with pytest.raises(
-            RejectedMessageError, match=f"Expected {re.escape(str(path))} to be a whole .* image but got: "
+            RejectedMessageError, match=f"Expected {re.escape(str(path))} to be a complete .* image but got: "
         ):
             read_data(tmp_path)
 
