@@ -618,7 +618,7 @@ ROWS |= {
         lambda lab, **options: FederatedStrategy(**options),
         {"synchronization": FedBuff(ClientSpeeds(0.01), 2), "upload_transforms": [SumsOnly()]},
         {"upload_transforms": []},
-        "Remove it, or use `Deadline`",
+        "Remove the transform, or use `Deadline`",
     ),
     "FedBuff with a mask, replaced by Deadline": Row(
         lambda lab, **options: FederatedStrategy(**options),
@@ -636,7 +636,7 @@ ROWS |= {
         lambda lab, transforms: FederatedStrategy(upload_transforms=transforms),
         {"transforms": [TopK(0.1), Quantize()]},
         {"transforms": [TopK(0.1)]},
-        "Remove all but one.",
+        "Keep only one of these transforms.",
     ),
     "compression with a mask": Row(
         lambda lab, **options: FederatedStrategy(**options),
@@ -1006,7 +1006,7 @@ ROWS |= {
         stream_of_arrays,
         {"x": np.full((24, 6), "1")},
         {"x": np.full((24, 6), "1").astype(np.float32)},
-        "Convert it, for example with `x.astype(np.float32)`.",
+        "Convert `x`, for example with `x.astype(np.float32)`.",
         InvalidTypeError,
     ),
     "samples of different shapes": Row(
@@ -1398,7 +1398,9 @@ ROWS |= {
         fit_fedweit, {"tasks": 1, "reductions": FEDWEIT}, {"tasks": 2}, "Pass `num_tasks=2` to `FedWEITNet`."
     ),
     "FedWEIT without reductions": Row(fit_fedweit, {}, {"reductions": FEDWEIT}, str(FEDWEIT).replace("'", '"')),
-    "FedWEIT with EWC": Row(fit_fedweit, {"others": [EWC()], "reductions": FEDWEIT}, {"others": []}, "Remove it."),
+    "FedWEIT with EWC": Row(
+        fit_fedweit, {"others": [EWC()], "reductions": FEDWEIT}, {"others": []}, "Remove the other methods."
+    ),
     "FedWEIT without a FedWEITNet network": Row(
         lambda lab, wrap: fit_one_round(
             lab,
@@ -1409,7 +1411,7 @@ ROWS |= {
         ),
         {"wrap": lambda net: net},
         {"wrap": lambda net: FedWEITNet(net, num_tasks=10)},
-        "Wrap it: `FedWEITNet(net, num_tasks=10)`.",
+        "Wrap the network: `FedWEITNet(net, num_tasks=10)`.",
     ),
     "task_incremental without tasks": Row(
         lambda lab, incremental, stream: fit_one_round(
@@ -1529,7 +1531,7 @@ ROWS |= {
         fit_reservoir, {"strategy": {"reductions": {"*": "median"}}}, {"strategy": {}}, "Leave `reductions` out."
     ),
     "reservoir with a method that changes the loss": Row(
-        fit_reservoir, {"callbacks": [FedProx()]}, {"callbacks": []}, "Remove it."
+        fit_reservoir, {"callbacks": [FedProx()]}, {"callbacks": []}, "Remove `FedProx`."
     ),
     "reservoir with a training step": Row(
         fit_reservoir, {"task": Steps}, {"task": Pairs}, "Override `readout_pairs` instead."
@@ -2014,7 +2016,7 @@ ROWS |= {
         fit_reservoir,
         {"strategy": {"swarm": Swarm(missed_sync_prob=0.5)}},
         {"strategy": {"swarm": Swarm()}},
-        "Leave them out.",
+        "Remove `missed_sync_prob` and `missed_rounds` from the swarm.",
     ),
     "plasticity with Delayed": Row(
         fit_reservoir,

@@ -133,7 +133,7 @@ ROWS |= {
         lambda lab, name: stream_of_arrays(lab, classes=["cat", "dog", "cow", name]),
         {"name": "\ud800"},
         {"name": "hen"},
-        "Rename it in `classes`.",
+        "Rename this entry in `classes`.",
     ),
     "class with the name of another one": Row(
         lambda lab, name: stream_of_arrays(lab, classes=["cat", "dog", "cow", name]),

@@ -282,7 +282,7 @@ def images_of(lab, lists):
 LIST = "filename,label\nn0153282{0}.jpg,n0153282{0}\n"
 LISTS = dict.fromkeys(("train", "val", "test"), LIST)
 MINI = "Delete this copy and get the files again."
-SAVE = "Write it with `numpy.savez(path, x=x.astype(numpy.float32), y=labels.astype(str))`"
+SAVE = "Write the file with `numpy.savez(path, x=x.astype(numpy.float32), y=labels.astype(str))`"
 
 ROWS |= {
     "file above the limit of bytes": Row(

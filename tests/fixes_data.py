@@ -92,13 +92,13 @@ ROWS |= {
         arrays,
         {"client_ids": np.ones(4)},
         {"client_ids": np.ones(4).astype("str")},
-        "Convert it with `client_ids.astype(str)`.",
+        "Convert `client_ids` with `client_ids.astype(str)`.",
     ),
     "arrays of a floating type": Row(
         arrays,
         {"x": np.ones((4, 6))},
         {"x": np.ones((4, 6)).astype("float32")},
-        "Convert it with `x.astype('float32')`.",
+        "Convert `x` with `x.astype('float32')`.",
     ),
     "scale without a deviation": Row(
         lambda lab, mean, std: check_scale(mean, std, (3, 8, 8)),

@@ -182,11 +182,11 @@ ROWS |= {
         mask_uploads,
         {"deployed": True},
         {"deployed": False},
-        "Use `lightning-fcl fit` to simulate it.",
+        "Use `lightning-fcl fit` to simulate the federation.",
         argument="upload_transforms",
     ),
     "SuperLink without a port": Row(
-        compare_clocks, {"at": "127.0.0.1"}, {"at": "there"}, "Give it as `host:port`", argument="superlink"
+        compare_clocks, {"at": "127.0.0.1"}, {"at": "there"}, "Give the address as `host:port`", argument="superlink"
     ),
     "SuperLink that does not run": Row(
         compare_clocks,

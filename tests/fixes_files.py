@@ -1457,7 +1457,7 @@ ROWS |= {
         lambda lab, whole: read_recipe(written(lab, "r.yaml", recipe(lab) if whole else {"model": {}})),
         {"whole": False},
         {"whole": True},
-        "Write it again with `lightning-fcl deploy flower`",
+        "Write the recipe again with `lightning-fcl deploy flower`",
     ),
     "client with the server's name": Row(
         lambda lab, client: split_file(lab.folder, client), {"client": "Server"}, {"client": "ann"}, "Rename the client"
@@ -1690,7 +1690,7 @@ ROWS |= {
         lambda lab, names: check_class_names(names),
         {"names": ["\ud800"]},
         {"names": ["p"]},
-        "Rename it",
+        "Rename this entry",
         argument="classes",
     ),
     "unset environment variable": Row(

@@ -292,5 +292,7 @@ ROWS |= {
         {"model": lambda: MLP([6, 5, 4])},
         "Use a network of `lightning_fcl.models`, or define `embed` and `features`.",
     ),
-    "network for other samples": Row(predict, {"features": 5}, {"features": 6}, "Fit its arguments to the data"),
+    "network for other samples": Row(
+        predict, {"features": 5}, {"features": 6}, "Change the arguments of `model` to match the data"
+    ),
 }

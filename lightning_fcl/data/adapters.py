@@ -173,7 +173,7 @@ def _tensor(x: Any) -> Tensor:
     if isinstance(values, np.ndarray) and (values.dtype.kind not in "biufc" or values.dtype.char in LONG):
         raise InvalidTypeError(
             f"Expected `x` to contain numbers, but got {values.dtype} of shape {values.shape}.",
-            hint="Convert it, for example with `x.astype(np.float32)`.",
+            hint="Convert `x`, for example with `x.astype(np.float32)`.",
             argument="x",
             value=values.dtype,
         )
@@ -398,7 +398,7 @@ def samples_from_benchmark(benchmark: Benchmark, scenario: Scenario | str | None
             for stream in (benchmark.train_stream, benchmark.test_stream)
         )
     if not train:
-        raise MissingValueError("Expected at least one experience but got none.", argument="train", value=train)
+        raise MissingValueError("Expected at least one experience, but got none.", argument="train", value=train)
     parts: SplitDatasets = {name: (Joined(data), None) for name, data in (("train", train), ("test", test)) if data}
     group = np.concatenate([np.full(len(data), n) for part in (train, test) for n, data in enumerate(part)])
     samples = replace(_samples_from_splits({"": parts}, None, ()), group=group)

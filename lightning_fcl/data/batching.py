@@ -25,7 +25,7 @@ Batch = Any
 """A batch as the dataset returns it: often ``[x, y]``, but any nesting of lists, dicts and tensors."""
 
 TakeFn = Callable[..., Any]
-"""Function that returns the samples at some indices. Its keyword ``seed`` seeds all but the global generators."""
+"""Function that returns the samples at some indices. The keyword ``seed`` seeds all except the global generators."""
 
 Collate = Callable[[list[Any]], Any]
 IntArray = NDArray[np.int64]
@@ -90,12 +90,13 @@ class BatchRequest:
             seed: Seed of the stream.
             client: Name of the client.
             round_idx: Index of the round.
-            key_parts: Local epoch and index of the batch. Leave them out to request all samples of the client.
+            key_parts: Local epoch and index of the batch. Without these arguments, all samples of the client are
+                requested.
         """
         return cls(rows, seed, (client, round_idx, "data", *key_parts))
 
     def load(self, take: TakeFn) -> Any:
-        """Return the samples. Earlier reads do not affect them. All random generators are restored afterwards."""
+        """Return the samples, which do not depend on earlier reads. All random generators are restored afterwards."""
         with isolate_rng(include_cuda=torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
             seed_all(self.seed, *self.key)
             return take(self.rows, seed=derive_seed(self.seed, *self.key))
@@ -233,8 +234,8 @@ def plan_group_batches(
         epochs: Number of local epochs of each client, shape (clients,).
         batching: Settings of the batches.
         keys: Keys of the sample orders of the clients, see `order_keys`.
-        num_replay_samples: Number of replay samples of each client, shape (clients,). They are numbered from the
-            client's size on, and each one joins one batch of every epoch. None: no replay samples.
+        num_replay_samples: Number of replay samples of each client, shape (clients,). Their numbers start at the
+            client's size. Each replay sample joins one batch of every epoch. None: no replay samples.
 
     Returns:
         The samples, shape (clients, steps, largest batch), padded with zeros, and the number of samples in each batch,

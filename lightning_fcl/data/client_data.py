@@ -63,7 +63,7 @@ def targets_of_clients(y: Any, clients: Mapping[Any, SplitDatasets]) -> dict[Any
     client_targets = y if isinstance(y, Mapping) else dict(enumerate(y)) if isinstance(y, list | tuple) else None
     if client_targets is None or client_targets.keys() != clients.keys():
         description = (
-            type(y).__name__ if client_targets is None else f"those of {format_names(client_targets) or 'none'}"
+            type(y).__name__ if client_targets is None else f"targets of {format_names(client_targets) or 'no client'}"
         )
         raise InvalidValueError(
             f"Expected `y` to contain the targets of each client ({format_names(clients)}), but got {description}.",
@@ -83,7 +83,7 @@ def targets_in(y: Any, parts: SplitDatasets, owner_name: str) -> dict[str, NDArr
         owner_name: Description of the data for error messages.
 
     Raises:
-        ValueError: If the splits or the numbers of targets differ from those of the data.
+        ValueError: If ``y`` has other splits than the data, or other numbers of targets than samples.
     """
     targets_by_part = (
         {SPLITS.get(name, name): own for name, own in y.items()} if isinstance(y, Mapping) else {"train": y}

@@ -226,17 +226,17 @@ def _kind(value: Any) -> object:
 def _taken_apart(loader: Any, loader_name: str) -> tuple[Dataset[Any], LoaderConfig]:
     def refuse(requirement: str, actual_value: object, remedy: str) -> NoReturn:
         raise InvalidValueError(
-            f"Expected {loader_name} to {requirement} but got a {type(actual_value).__name__}.",
+            f"Expected {loader_name} to {requirement}, but got a {type(actual_value).__name__}.",
             hint=remedy,
             argument="dataloader",
             value=type(actual_value).__name__,
         )
 
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
-        refuse("return one `DataLoader`", loader, "Pass its dataset to `FederatedStream.from_arrays`.")
+        refuse("return one `DataLoader`", loader, "Pass the dataset of the loader to `FederatedStream.from_arrays`.")
     data, batches = loader.dataset, loader.batch_sampler
     if isinstance(data, IterableDataset):
-        refuse("have a map-style dataset, whose samples have numbers,", data, "Read its items into a list.")
+        refuse("have a map-style dataset, whose samples have numbers", data, "Read its items into a list.")
     if type(batches) is not BatchSampler:
         refuse(
             "make batches with `batch_size`",
@@ -301,7 +301,7 @@ def with_worker_init(
             calls.setdefault(split_name, {})[id(function), id(whole)] = function, whole
     configs = {}
     for split_name, loading in loaders.items():
-        # A split without a loader has samples of the training loader.
+        # A split without its own loader consists of samples of the training loader.
         split_calls = calls.get(split_name) or calls.get("train", {})
         init = None if loading.worker_init_fn is None else WorkerInit([*split_calls.values()])
         configs[split_name] = replace(loading, worker_init_fn=init)

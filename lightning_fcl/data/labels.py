@@ -111,7 +111,7 @@ def check_names(names: Sequence[str], argument: str = "classes") -> None:
         except UnicodeEncodeError as error:
             raise InvalidValueError(
                 f"Expected `{argument}` to contain names in Unicode, but got {name!a}, which UTF-8 cannot encode.",
-                hint=f"Rename it in `{argument}`.",
+                hint=f"Rename this entry in `{argument}`.",
                 argument=argument,
             ) from error
 
@@ -150,7 +150,7 @@ def to_array(values: Any) -> NDArray[Any]:
 
 
 def label_indices(labels: NDArray[Any], names: NDArray[Any] | Sequence[str], owner_name: str) -> IntArray:
-    """Return the number of each label in the list of class names. Raise ValueError for unknown labels."""
+    """Return the index of each label in the list of class names. Raise ValueError for unknown labels."""
     class_names = np.asarray(names)
     if len(unknown := np.setdiff1d(labels, class_names)):
         hint = did_you_mean(unknown[0], map(str, names))

@@ -20,8 +20,9 @@ from lightning_fcl.validation import did_you_mean, format_names, validate_fields
 class Split:
     """A split of samples into training, validation and test data.
 
-    A fraction keeps samples of the same origin together, such as one item of a dataset that several clients have. Parts
-    that are given by owners or by the data must not share samples.
+    Samples have the same origin if, for example, several clients have the same item of a dataset. A split by fractions
+    puts all samples of the same origin into one part. Parts that are defined by owners or by the data must not share
+    samples of the same origin.
 
     Args:
         test: Fraction of the samples of each class in the test set. Or ``"official"`` for the test set of the data. Or

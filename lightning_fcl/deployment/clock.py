@@ -53,7 +53,7 @@ def _measure(address: str | None, certificates: Path | None, insecure: bool) -> 
     if not host or not port.isdecimal():
         raise InvalidValueError(
             f"Expected `--superlink` to be the address of a SuperLink, but got {address}.",
-            hint="Give it as `host:port`, for example --superlink 127.0.0.1:18000.",
+            hint="Give the address as `host:port`, for example --superlink 127.0.0.1:18000.",
             argument="superlink",
         )
     # An IPv6 address is written in brackets, which a connection does not accept.

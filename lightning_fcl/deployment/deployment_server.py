@@ -363,7 +363,7 @@ def check_deployable(participation: Participation, pipeline: Pipeline, methods: 
         raise InvalidValueError(
             f"Expected no `{type(transform).__name__}` in a deployment, because a node sends one message per round and "
             "the server decodes each upload.",
-            hint="Use `lightning-fcl fit` to simulate it.",
+            hint="Use `lightning-fcl fit` to simulate the federation.",
             argument="upload_transforms",
             value=type(transform).__name__,
         )

@@ -187,7 +187,9 @@ def to_tensor(name: str, data: bytes, dtype: str, shape: Sequence[int]) -> Tenso
             f"bytes of type {dtype:.40} and shape {shape}."
         )
     if kind is torch.bool and max(data, default=0) > 1:
-        raise RejectedMessageError(f"Expected each byte of the boolean tensor `{name}` to be 0 or 1, but got others.")
+        raise RejectedMessageError(
+            f"Expected each byte of the boolean tensor `{name}` to be 0 or 1, but got another value."
+        )
     numbers = torch.frombuffer(bytearray(data), dtype=kind) if data else torch.empty(0, dtype=kind)
     return numbers.reshape(tuple(shape))
 
@@ -198,7 +200,7 @@ def bytes_of(value: Tensor) -> bytes:
 
 
 def digest(state: Mapping[str, Tensor]) -> str:
-    """Return a fingerprint of some tensors. Tensors with other names, types, shapes or values have another one."""
+    """Return a fingerprint of the names, types, shapes and values of some tensors."""
     state_hash = hashlib.sha256()
     for name, value in sorted(state.items()):
         state_hash.update(f"{name}\x1f{value.dtype}\x1f{tuple(value.shape)}\x1f".encode())

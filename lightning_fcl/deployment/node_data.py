@@ -49,7 +49,7 @@ _WANTED: dict[str, tuple[str, tuple[int | str, ...]]] = {
     "part": ("U", ("n",)),
 }
 _MEND = (
-    "Write it with `numpy.savez(path, x=x.astype(numpy.float32), y=labels.astype(str))`, or with "
+    "Write the file with `numpy.savez(path, x=x.astype(numpy.float32), y=labels.astype(str))`, or with "
     "`lightning-fcl deploy split`."
 )
 _PARTS = ("test", "validation")
@@ -76,7 +76,7 @@ class DataSource:
     classes: tuple[str, ...] | None = None
 
     def of_recipe(self, recipe: Mapping[str, Any]) -> DataSource:
-        """Return this source with the recipe's class names and table arguments. Own table arguments have priority."""
+        """Return this source with the recipe's class names, and with the recipe's values of missing table arguments."""
         classes = recipe["data"].get("classes")
         table = {**table_in(recipe["data"].get("data")), **self.table}
         return replace(self, table=table, classes=None if classes is None else tuple(classes))

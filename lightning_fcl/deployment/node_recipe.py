@@ -55,9 +55,9 @@ _TRAINER = (
 _ELSEWHERE = ("batch_size", "shuffle", "drop_last", "num_workers", "seed")
 """Arguments of `FederatedStream` that a node uses from a recipe."""
 _BATCHES = {"batch_size": 32, "shuffle": True, "drop_last": False}
-"""Values of arguments that the recipe does not set. All nodes use them, even if a node's data loaders have others."""
+"""Values of arguments that the recipe does not set. They override the settings of a node's data loaders."""
 _SERVER = ("data", "ckpt_path", "weights_only", "out", "recipe")
-"""Sections of a recipe that are not part of its fingerprint. Only some entries of `data` are."""
+"""Sections of a recipe that are not part of its fingerprint, except some entries of `data`."""
 
 
 @dataclass(frozen=True)
@@ -280,19 +280,19 @@ def read_recipe(path: Path) -> dict[str, Any]:
     """Read a recipe that `lightning-fcl deploy` has written, with every default.
 
     Raises:
-        InvalidValueError: If the file is another one.
+        InvalidValueError: If the file is not such a recipe.
     """
     content = read_yaml(path)
     if not isinstance(content, dict) or not {"model", "data", "trainer", "seed_everything"} <= content.keys():
         raise InvalidValueError(
             f"Expected {path} to be a recipe that `lightning-fcl deploy` has written, but a section is missing.",
-            hint="Write it again with `lightning-fcl deploy flower`.",
+            hint="Write the recipe again with `lightning-fcl deploy flower`.",
         )
     return content
 
 
 def recipe_fingerprint(recipe: Mapping[str, Any]) -> str:
-    """Return a fingerprint of the settings of a recipe that nodes use. Different settings have different ones."""
+    """Return a fingerprint of the settings of a recipe that nodes use. It differs if a setting differs."""
     trainer = {name: recipe["trainer"].get(name) for name in (*_TRAINER, "strategy", "callbacks")}
     data = {name: recipe["data"].get(name) for name in (*_ELSEWHERE, "classes")}
     data |= {"table": table_in(recipe["data"].get("data"))}

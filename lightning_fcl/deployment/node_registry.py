@@ -52,7 +52,7 @@ class NodeInfo:
     Attributes:
         key: Hash of the node's public key.
         client: Client that the node claims to be. Empty before the first answer.
-        reason: Reason why the server ignores the node. Empty if it does not.
+        reason: Reason why the server ignores the node. Empty if the node is not ignored.
         is_admitted: Whether the server trains the client on this node.
         is_compatible: Whether the node has the same initial values as the server for tensors that are not transferred.
         asked_at: Time when the server last asked the node which client it trains.
@@ -246,7 +246,7 @@ class NodeRegistry:
         log.info("Client %s joined on node %d with %d samples.", info.client, node, greeting.samples)
 
     def _fault(self, node: int, info: NodeInfo) -> str:
-        """Return the reason why a node cannot be the client that it claims to be. Empty if it can."""
+        """Return the reason why a node cannot be the client that it claims to be, or an empty text."""
         client, has = info.client, self._let_in().get(info.client)
         if client not in self._clients:
             return (

@@ -68,7 +68,7 @@ class JoinRequest:
         client: Client that the node claims to be. Empty if it is unknown.
         samples: Number of samples of the client.
         client_round_counts: Digest of the node's initial values of tensors that are not transferred.
-        error: Reason why the server ignores the node. Empty if it does not.
+        error: Reason why the server ignores the node. Empty if the node is not ignored.
     """
 
     client: str

@@ -223,8 +223,8 @@ def fill_template(template: str, **values: Any) -> str:
 def _library() -> str:
     """Return Vega, Vega-Lite and Vega-Embed as one script that can be embedded in a page.
 
-    The script takes seconds to make. The cache keeps it, and a cached script is used only if its SHA-256 is that of
-    the installed version in `_SCRIPTS`.
+    The script takes seconds to make. The cache keeps it, and a cached script is used only if its SHA-256 equals the
+    value of the installed version in `_SCRIPTS`.
     """
     made_by = version("vl-convert-python")
     path, digest = cache_folder() / "scripts" / f"vega-{made_by}.js", _SCRIPTS.get(made_by)

@@ -41,7 +41,7 @@ def _of(metric: Metric, model: str) -> Callable[[Evaluation], Iterator[Score]]:
 
 
 def _per_client_and_experience(metric: Metric) -> Callable[[Evaluation], Iterator[Score]]:
-    """Return the function of a column that contains the total divided by the number of clients and of experiences."""
+    """Return the function of a column: the total, divided by the number of clients times the number of experiences."""
 
     def scores(evaluation: Evaluation) -> Iterator[Score]:
         tasks = evaluation.record["tasks"]

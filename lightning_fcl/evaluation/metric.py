@@ -35,7 +35,7 @@ class Metric:
     Args:
         name: Name in ``results.json``, where ``/MODEL`` follows. May contain ``{number}``.
         function: Returns the scores of an `Evaluation`.
-        direction: Direction of the better values. ``"quantity"``: that of the quantity in the description.
+        direction: Direction of the better values. ``"quantity"``: the direction of the quantity in the description.
         description: One line. The quantity's name replaces ``{quantity}``: accuracy, or a measure of a module.
         unit: Unit of the value.
         measure_name: Name for a module that is evaluated by other quantities than accuracy, with ``{measure}`` in place

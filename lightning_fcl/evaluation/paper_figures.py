@@ -33,7 +33,7 @@ Runs: TypeAlias = Sequence[Mapping[str, Any]]
 Panels: TypeAlias = Mapping[str, Mapping[str, tuple[str, Runs]]]
 """For the title of each panel, the lines of the panel by label. A line has the name and the runs of its row."""
 
-# Width of a panel in pixels, by the number of panels beside each other.
+# Width of a panel in pixels, by the number of panels in a row.
 _WIDTHS = {1: 640, 2: 400, 3: 280, 4: 215}
 
 

@@ -51,7 +51,7 @@ class Quantity:
 
     Args:
         name: Name in the record.
-        higher_is_better: Direction.
+        higher_is_better: Whether higher values are better.
         bounds: Lowest and highest value, or None if they are unknown.
     """
 

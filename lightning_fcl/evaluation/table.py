@@ -56,7 +56,7 @@ class Cell:
 
     @property
     def deviation(self) -> float:
-        """Distance between the mean and the paper's value, both rounded to three digits. Infinite if one is missing."""
+        """Distance between the mean and the paper's value, both rounded to three decimals. Infinite if one is None."""
         if self.mean is None or self.paper is None:
             return float("inf")
         return abs(round(self.mean, 3) - round(self.paper, 3))
@@ -312,7 +312,7 @@ def is_size(name: str) -> bool:
 
 
 def metric_number(name: str, value: float | None) -> str:
-    """Return the value of a metric as tables show it: sizes in MB, other values with three digits."""
+    """Return the value of a metric as tables show it: with three decimals, sizes in MB."""
     if value is None:
         return "-"
     return f"{value / 1e6:.3f} MB" if is_size(name) else f"{value:.3f}"

@@ -144,7 +144,7 @@ def get_reduction(name: str, reduction: str | Reduction) -> Reduction:
 
 
 def assign_reductions(state: Mapping[str, Tensor], *rules: ReductionRules) -> dict[str, Reduction]:
-    """Return the reduction of each entry: that of the last rule whose pattern matches its name, or ``mean``.
+    """Return the reduction of each entry: the reduction of the last rule that matches its name, or ``mean``.
 
     Raises:
         InvalidValueError: If a pattern matches no entry, or a reduction is unknown.
@@ -178,9 +178,9 @@ def get_reductions(module: nn.Module, rules: ReductionRules | None = None) -> di
 
 
 def frozen_parameters(module: nn.Module, reductions: Mapping[str, Reduction]) -> list[str]:
-    """Return the names of the frozen parameters that clients upload and start with the server's value.
+    """Return the names of the frozen parameters that clients both download and upload.
 
-    Clients do not need to send such parameters as long as they do not change.
+    A client only needs to send such a parameter if training has changed the parameter.
     """
     # The state of a module can omit some parameters.
     frozen = [name for name, p in module.named_parameters() if not p.requires_grad and name in reductions]

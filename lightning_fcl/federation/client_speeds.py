@@ -65,7 +65,7 @@ class Speed:
         return self.latency + download_seconds + samples * (self.seconds_per_sample or 0.0) + upload_seconds
 
     def scale(self, compute: float, link: float) -> Speed:
-        """Return the speed of a slower client. The latency stays the same.
+        """Return the speed with multiplied training and transfer times. The latency stays the same.
 
         Args:
             compute: Factor of the training time.
@@ -186,7 +186,7 @@ class ClientSpeeds:
 
 def _factor(sigma: float, seed: int, *parts: str | int) -> float:
     """Return a random number with a log-normal distribution and median 1."""
-    # The number is exact, and neither 0 nor 1.
+    # The uniform number is exact and strictly between 0 and 1.
     uniform = ((derive_seed(seed, *parts) >> 4) + 0.5) / 2**52
     return math.exp(sigma * NormalDist().inv_cdf(uniform))
 

@@ -109,7 +109,7 @@ class ClientStore:
         self._states: dict[str, ClientState] = {}
         self._pixels: PixelEncoding | None = None
         self._first = True
-        # States from before the current round, of the clients that it has changed. None outside a round.
+        # State of each client from before the current round, if the round has changed it. None outside a round.
         self._before: dict[str, ClientState | None] | None = None
         self._folder: Path | None = None
         self._lasting, self._written = folder is not None, set[Path]()
@@ -308,7 +308,8 @@ def enter_round(client_state: ClientState, experience: int, accepted: int) -> Cl
     """Return a client's state at the start of a round.
 
     In a further round of the same experience, each method continues with its state within the experience. When the
-    client enters another experience, the results for the earlier experience stay. The state within it is removed.
+    client enters another experience, the results for the earlier experience stay, and the state within the earlier
+    experience is removed.
 
     Args:
         client_state: The client's stored state.

@@ -135,12 +135,15 @@ class TopK(Compression):
         if "mask" in tensors:
             mask = unpack_mask(tensors["mask"], n)
             if not bool((mask.sum(dim=1) == k).all()):
-                raise InvalidValueError(f"Expected the positions of {k} elements in a code, but got another number.")
+                raise InvalidValueError(f"Expected {k} positions of elements in a code, but got another number.")
             positions = mask.nonzero()[:, 1].view(len(values), k)
         else:
             positions = tensors["positions"].long()
             if not bool((positions.diff(dim=1) > 0).all()) or int(positions.min()) < 0 or int(positions.max()) >= n:
-                raise InvalidValueError(f"Expected ascending positions from 0 to {n - 1} in a code, but got others.")
+                raise InvalidValueError(
+                    f"Expected ascending positions from 0 to {n - 1} in a code, but got positions in another order "
+                    "or range."
+                )
         return values.new_zeros(len(values), n).scatter_(1, positions, values)
 
     def scale(self, tensors: State, factors: Tensor) -> State:

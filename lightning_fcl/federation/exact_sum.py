@@ -46,7 +46,7 @@ _COHORT_BITS = 46
 """Number of bits kept of a client group's sum in single precision, counted from the largest number of the entry.
 
 With these bits, one integer per element holds the exact sum of several client groups. The condition is that each
-group's largest number is at most twice and at least an eighth of that of the first group.
+group's largest number is between an eighth and twice the first group's largest number.
 """
 
 GroupSums = dict[str, tuple[Tensor, float]]

@@ -36,7 +36,7 @@ _KEPT = "asynchronous"
 
 @dataclass(frozen=True, order=True)
 class Flight:
-    """A client between its download of a round's state and the arrival of its upload, in nanoseconds.
+    """A client between its download of a round's state and the arrival of its upload. Times are in nanoseconds.
 
     Flights are ordered by arrival time. Flights with equal arrival times are ordered by the client's position in the
     plan.
@@ -235,7 +235,7 @@ class FedBuff(Synchronization):
             raise InvalidValueError(
                 f"Expected no `{type(pipeline.mask).__name__}` with `FedBuff`, which scales the uploads of single "
                 "clients, but got one.",
-                hint="Remove it, or use `Deadline` as the `synchronization`.",
+                hint="Remove the transform, or use `Deadline` as the `synchronization`.",
                 argument="upload_transforms",
                 value=type(pipeline.mask).__name__,
             )

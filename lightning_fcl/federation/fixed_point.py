@@ -109,7 +109,10 @@ class ExactChunk:
         self._digits: Digits = {}
 
     def add(self, values: Tensor, weights: ExactWeights, column: Tensor | None, entry: str) -> None:
-        """Add the values of one client, shape (size,), or of several, (clients, size), with a column of weights."""
+        """Add the weighted values of one client, shape (size,), or of several clients, shape (clients, size).
+
+        ``column`` contains the weights of several clients, shape (clients, 1).
+        """
         if column is not None and values.dtype is torch.float64:
             for total in _sums(values, weights, column, entry):
                 self._add(total, _bench.clear(total)[1], 1, max_abs(total), 0.0)
@@ -136,7 +139,7 @@ class ExactChunk:
         self._add(numbers.copy_(values), spare, 1, largest, unit)
 
     def _add(self, numbers: Tensor, spare: Tensor, times: int, largest: float, unit: float) -> None:
-        """Add numbers up to ``largest``, which are multiples of ``unit``, ``times`` times. Overwrite the numbers."""
+        """Add ``times`` times the numbers, and overwrite them. They are multiples of ``unit``, up to ``largest``."""
         clients = len(numbers) if numbers.dim() == 2 else 1
         while largest > 0:
             limb = self._limb(math.frexp(largest)[1], times, clients)
@@ -166,7 +169,7 @@ class ExactChunk:
         else:
             if len(self._limbs) == 3:
                 self.add_digits(self._limbs.pop(0).digits())
-            # Choose units so small that the remainder is small, but large enough to add many uploads.
+            # Choose small units, so that the remainder is small, but large enough to add many uploads.
             exponent = max(_LOWEST, size - 50 + max(0, times.bit_length() // 2 - 1))
             limb = _Limb(exponent, torch.zeros(self.size, dtype=torch.int64, device=self._device))
             self._limbs.append(limb)
@@ -218,7 +221,7 @@ class ExactChunk:
         self._limbs, self._digits = [], _carry(dict(zip(exponents, summed, strict=True)))
 
     def total(self) -> Tensor:
-        # If the whole sum is in one limb (62 bits), the result is identical to that of the general case below.
+        # If the whole sum is in one limb (62 bits), the general case below would give the same result.
         if len(self._limbs) == 1 and not self._digits:
             return self._limbs[0].value().double().mul_(math.ldexp(1.0, self._limbs[0].exponent))
         total = torch.zeros(self.size, dtype=torch.float64, device=self._device)

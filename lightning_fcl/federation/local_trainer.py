@@ -94,7 +94,7 @@ class LocalTrainer(Protocol):
         """
 
     def optimizer_step(self, step: Callable[[], object], active: int) -> object:
-        """Call ``step`` without changing the clients that are done, which are all but the first ``active``."""
+        """Call ``step`` without changing the finished clients, which come after the first ``active`` clients."""
 
     def finish(self) -> LocalResult:
         """Finish the local training of the client group and return the result."""

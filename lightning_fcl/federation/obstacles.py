@@ -18,7 +18,7 @@ class Reason(Enum):
     KEEP_OPTIMIZER = "`keep_optimizer_state` is True, so each client has its own optimizer"
     PRECISION = "the precision is {}"
     OPTIMIZERS = "the module has several optimizers"
-    OPTIMIZER = "`{}` does not update each element independently of the others"
+    OPTIMIZER = "`{}` does not update each element independently of the other elements"
     FINETUNING = "`{}` adds parameters to the optimizer during training"
     OVERRIDES = "{}"
     MANUAL = "`{}` uses manual optimization. Automatic optimization can be vectorized"

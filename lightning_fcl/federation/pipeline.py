@@ -54,7 +54,7 @@ class Pipeline:
             if len(names) > 1:
                 raise InvalidValueError(
                     f"Expected at most one transform of the stage {stage.name.lower()}, but got {', '.join(names)}.",
-                    hint="Remove all but one.",
+                    hint="Keep only one of these transforms.",
                     argument="upload_transforms",
                     value=names,
                 )

@@ -89,7 +89,7 @@ def require_federation(trainer: L.Trainer, name: str, reason: str) -> Federation
     Args:
         trainer: The Trainer.
         name: Name of the callback, for the message.
-        reason: What a plain Trainer lacks, or how to use the callback with it.
+        reason: End of the message: why a plain Trainer is not sufficient, and what to do instead.
 
     Raises:
         InvalidValueError: If the Trainer is a plain Trainer.
@@ -216,7 +216,10 @@ class HasMetrics(FederatedModule, Protocol):
 
 @runtime_checkable
 class HasLocalModels(FederatedModule, Protocol):
-    """A module that defines whether a client's own state can predict. Sums cannot predict before they are solved."""
+    """A module that defines whether a client's own state can predict.
+
+    For example, a client state of a ridge regression cannot predict if it contains only the sums of statistics.
+    """
 
     is_adapting: bool
     """Whether the module must not be tested in the current round."""
@@ -228,7 +231,7 @@ class HasLocalModels(FederatedModule, Protocol):
 
 @runtime_checkable
 class HasAggregationHook(FederatedModule, Protocol):
-    """A module that has to do something after the aggregation."""
+    """A module with a hook that runs after the aggregation."""
 
     def on_after_aggregation(self) -> None:
         """Finish the server's state, for example in closed form. The server's state is in the module."""

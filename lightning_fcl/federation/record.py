@@ -23,8 +23,8 @@ class RoundRecord:
         master: Client that aggregated the uploads, in a swarm.
         late_clients: Clients whose uploads would arrive too late on the simulated clock. They did not train.
         staleness: Number of rounds since each client's download on the simulated clock, if above 0.
-        duplicate_claims: In a deployment, clients whose name several nodes use, with these nodes. The first node is the
-            one that is admitted.
+        duplicate_claims: In a deployment, clients whose name several nodes use, with these nodes. The first of these
+            nodes is admitted.
         upload_limits: In a deployment, the maximum number of samples and the maximum update norm of an upload.
         simulated_seconds: Duration of the round on the simulated clock in seconds. None: there is no simulated clock.
     """

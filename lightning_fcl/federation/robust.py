@@ -1,7 +1,7 @@
 """Robust aggregation: median, trimmed mean, Krum, and checks for non-finite numbers and large changes of the server.
 
 Median, trimmed mean and Krum do not depend on the order of the uploads. The first two sort the values. If uploads are
-equally near to their neighbors, Krum takes the one with the lowest client index.
+equally near to their neighbors, Krum selects the upload with the lowest client index.
 """
 
 from __future__ import annotations
@@ -107,6 +107,9 @@ class Median(Reduction):
 class TrimmedMean(Reduction):
     """The coordinate-wise mean of the uploads without the ``trim`` fraction of values at each end (``trimmed_mean``).
 
+    Args:
+        trim: Fraction of the values to remove at each end, at least 0 and below 0.5.
+
     Raises:
         ValueError: If ``trim`` is not at least 0 and below 0.5.
     """
@@ -125,7 +128,12 @@ class TrimmedMean(Reduction):
 
 
 class Krum(Reduction):
-    """The upload that is nearest to its neighbors (``krum``). At most ``num_malicious_clients`` clients are malicious.
+    """The upload that is nearest to its neighbors (``krum``; Blanchard et al., 2017).
+
+    The same upload is selected for all entries with equal `Krum` reductions. See `krum` for the formula.
+
+    Args:
+        num_malicious_clients: Assumed number of malicious clients, at least 0.
 
     Raises:
         ValueError: If ``num_malicious_clients`` is negative.
@@ -158,7 +166,7 @@ def find_non_finite(
         states: The clients' states, each entry of shape (clients, ...).
         start: The state with which the clients started.
         reductions: The reduction of each entry.
-        sums: Weighted sums over all clients, of some entries.
+        sums: Weighted sums of some entries over all clients.
 
     Returns:
         The names of the non-finite entries by row of the client, and the uploaded entries that were already non-finite
@@ -207,7 +215,7 @@ def check_stays_finite(previous_state: Mapping[str, Tensor], updated_state: Mapp
         for name, value in updated_state.items()
         if value is not previous_state[name] and not torch.isfinite(value.sum())
     ]
-    situation = "after the aggregation of a round. Resume from the checkpoint before it with other reductions"
+    situation = "after the aggregation of a round. Resume from the checkpoint before this round with other reductions"
     check_finite(
         updated_state, [name for name in suspect_names if torch.isfinite(previous_state[name]).all()], situation
     )

@@ -160,7 +160,8 @@ class FederatedServer:
         for name, (value, reduction) in (extra_tensors or {}).items():
             if name in self.state:
                 raise InvalidValueError(
-                    f"Expected extra entries in addition to the module's, but the module already has `{name}`.",
+                    "Expected different names in the server state of methods and in the module, but both contain "
+                    f"`{name}`. Rename the entry of the module.",
                     argument=name,
                 )
             self.reductions[name] = get_reduction(name, reduction)
@@ -337,7 +338,7 @@ class FederatedServer:
     def accept(
         self, uploads: Uploads, sums: GroupSums | None = None, non_finite_entries: Sequence[str] | None = None
     ) -> list[bool]:
-        """Do the rest of the server side of an upload: drop uploads with non-finite numbers, and add all others.
+        """Do the rest of the server side of an upload: drop uploads with non-finite numbers, and add all other uploads.
 
         Args:
             uploads: The decoded uploads.
@@ -452,15 +453,15 @@ class FederatedServer:
                 unchanged.add(name)
 
     def _drop(self, client_round: ClientRound, at_fault: Sequence[str]) -> None:
-        """Drop an upload and the client's unsent entries. They would make its next uploads non-finite, too."""
+        """Drop an upload and the client's unsent entries, which would also make the next uploads non-finite."""
         client, client_state = client_round.client_id, self.client_store[client_round.client_id]
         if RESIDUAL_SECTION in client_state:
             self.client_store[client] = {
                 section: memory for section, memory in client_state.items() if section != RESIDUAL_SECTION
             }
         names = format_names(at_fault, max_names=3)
-        self.record.dropped[client] = f"not finite: {names}"
-        message = "Round %d: dropped the upload of client %s (not finite: %s). %s"
+        self.record.dropped[client] = f"non-finite: {names}"
+        message = "Round %d: dropped the upload of client %s (non-finite: %s). %s"
         log.warning(message, client_round.round_idx, client, names, DIVERGENCE_HINT)
 
     def save_client_state(

@@ -13,7 +13,7 @@ class FederationSettings:
     """The arguments of `lightning_fcl.FederatedStrategy` that are read during a fit.
 
     Args:
-        rules: Reductions by pattern, which override those of the module.
+        rules: Reductions by pattern, which override the module's reductions.
         local_epochs: Passes over a client's data per round.
         max_vectorized_clients: Maximum number of clients per vectorized step.
         keep_optimizer_state: Whether each client keeps its optimizer state between rounds.

@@ -8,7 +8,7 @@ vectorized. In a simulation and on a node of a deployment, the object passes thr
 Where                    Step
 =======================  ====================================================================================
 client                   `UploadTransform.encode` of each transform, first to last; then the bytes are counted
-server, each upload      `UploadTransform.decode`, last to first; check of finite values; sum
+server, each upload      `UploadTransform.decode`, last to first; check for non-finite values; sum
 server, sum of a round   `UploadTransform.on_sum`, last to first; division by the denominators
 server, aggregate        `UploadTransform.on_aggregate`, first to last; server optimizer
 =======================  ====================================================================================
@@ -80,7 +80,7 @@ class Setting:
         reductions: The reduction of each entry of the state.
         trainable: Names of the trainable parameters that clients upload.
         seed: The seed of the federation.
-        round_idx: The number of the round.
+        round_idx: Index of the round, from 0.
         clients: All clients of the federation.
         senders: Sections of the methods whose clients send messages beside the entries.
     """
@@ -240,7 +240,7 @@ class Sums:
         values: The sum of the clients' weighted updates for each entry.
         denominators: The number by which each sum is divided. 0: the entry keeps the server's value.
         clients: Names of the clients whose uploads are in the sums.
-        round: Index of the round.
+        round: Index of the round, from 0.
     """
 
     values: State

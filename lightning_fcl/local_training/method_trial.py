@@ -1,4 +1,4 @@
-"""Trial of methods: whether the gradient of a penalty in a vectorized, padded step equals that of one client alone."""
+"""Trial of methods: whether a penalty has the same gradient in a vectorized, padded step as for one client alone."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class _Inputs:
         server: The state that the clients have received, with the server state of the method.
         batches: The clients' batches.
         outputs: The module's outputs for the batches.
-        weight: Weight of each row in the mean, shape (clients, rows). None: equal weights.
+        weight: Weight of each row in its client's mean, shape (clients, rows). None: equal weights.
     """
 
     parts: Sequence[ClientRound]

@@ -48,7 +48,7 @@ class StackedTrainer(ABC):
     Attributes:
         params: Stacked trainable parameters.
         untrained_state: Other stacked tensors of the state.
-        methods: Methods that change the loss of a current client.
+        methods: Methods that change the loss of at least one current client.
         has_finite_loss: Whether all losses of each client were finite, shape (clients,).
     """
 
@@ -188,7 +188,7 @@ class StackedTrainer(ABC):
             x: Inputs of the client's batch.
             output: Output of the module for ``x``.
             y: Targets.
-            weight: Weight of each sample in the mean. None: equal weights.
+            weight: Weight of each sample in the client's mean. None: equal weights.
             reason: Reason why there are no ``x`` and ``output``, with a place for a method's name. None: both exist.
         """
 
@@ -237,7 +237,7 @@ class StackedTrainer(ABC):
         return unit * scale, extra
 
     def update_finite(self, losses: Tensor) -> None:
-        """Update `has_finite_loss` with the losses of a step, shape (clients,). Only the first clients may have one."""
+        """Update `has_finite_loss` with a step's losses, shape (clients with a batch,). These clients come first."""
         self.has_finite_loss = self.has_finite_loss.to(losses.device)
         self.has_finite_loss[: len(losses)] &= losses.detach().isfinite()
 

@@ -66,7 +66,7 @@ def find_step_obstacle(
         if is_overridden(hook, module, L.LightningModule):
             return Obstacle(Reason.OVERRIDES, (f"`{name}` overrides `{hook}`",))
     if not isinstance(module.trainer.precision_plugin, StackedPrecision):
-        return Obstacle(Reason.PRECISION, (f"that of `{type(module.trainer.precision_plugin).__name__}`",))
+        return Obstacle(Reason.PRECISION, (f"set by `{type(module.trainer.precision_plugin).__name__}`",))
     if hooked := _hooked(module):
         return Obstacle(Reason.HOOKED, (hooked[0], name))
     with isolate_rng(), torch.enable_grad(), _apart(module, optimizer):

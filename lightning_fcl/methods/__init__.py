@@ -1,6 +1,6 @@
 """Federated and continual learning methods: hooks that change losses, gradients, batches, uploads and aggregates.
 
-Methods do not choose which clients train or how they train. Strategies and Trainers do.
+Strategies and Trainers, not methods, choose which clients train and how they train.
 """
 
 import lazy_loader

@@ -78,7 +78,7 @@ class MethodBase:
     """Reductions of the tensors of `init_server_state`, by name or shell-style pattern. Other tensors are averaged."""
 
     of_experience: ClassVar[tuple[str, ...]] = ()
-    """Patterns of tensors that last for one experience, see `lightning_fcl.methods.experience`. All others are kept."""
+    """Patterns of tensors that are reset in each experience, see `lightning_fcl.methods.experience`."""
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
@@ -257,8 +257,8 @@ class MethodBase:
     def init_server_state(self, module: L.LightningModule) -> State:
         """Return the tensors that the server keeps for the method, by name. `reductions` defines their aggregation.
 
-        The hook is called in each round. The server uses the returned value of a tensor only if it has none yet.
-        Clients receive the tensors as ``client.server_state``.
+        The hook is called in each round. The server uses the returned value only for tensors that the server does not
+        have yet. Clients receive the tensors as ``client.server_state``.
         """
         return {}
 

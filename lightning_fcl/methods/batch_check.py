@@ -32,7 +32,7 @@ def check_batch(method: MethodBase, batch: Batch, stored: bool = True) -> None:
     accepts = is_labelled(batch) or (method.needs.dict_batches and isinstance(batch, dict))
     if method.needs.labels and not accepts:
         raise InvalidTypeError(
-            f"Expected batches `[x, y]` for `{type(method).__name__}` but got {_kind_of(batch)}.",
+            f"Expected batches `[x, y]` for `{type(method).__name__}`, but got {_kind_of(batch)}.",
             hint="Return a pair from your dataset.",
             argument="batch",
         )

@@ -59,7 +59,8 @@ class LogitAdjustment(Method):
     """Logit adjustment by class priors (Menon et al., 2021).
 
     Replaces the task's cross-entropy in every step by `logit_adjusted_loss`, so that frequent classes have no
-    advantage. The task's loss must be cross-entropy.
+    advantage. The task's loss must be cross-entropy. A client keeps class counts between rounds. It uploads the same
+    tensors as in FedAvg, and with ``prior="federation"`` also class counts.
 
     Args:
         tau: Strength, at least 0. 0 is the task's own loss.
@@ -98,7 +99,7 @@ class LogitAdjustment(Method):
             return {}
         if not isinstance(module, HasNumClasses):
             raise InvalidValueError(
-                f"Expected a module with `num_classes` for `LogitAdjustment` but got a `{type(module).__name__}`.",
+                f"Expected a module with `num_classes` for `LogitAdjustment`, but got a `{type(module).__name__}`.",
                 hint="Use a `Classifier`, or define `num_classes` and `lightning_fcl_protocols = True` in the module.",
                 argument="num_classes",
             )
@@ -200,10 +201,11 @@ def mean_output_loss(
 class MeanOutputLoss(Method):
     """Mean Output Loss, MOL (Kröger et al.).
 
-    The loss of each step is ``cross-entropy + mu * MOL``, see `mean_output_loss`. New classes are those that any client
-    of the federation learns in the current session. Old classes are those of all earlier sessions. A `FederatedStream`
-    defines both. In a plain Trainer without a stream, a `fit` is a session, and the new classes are the classes of the
-    batch that no earlier session contained.
+    The loss of each step is ``cross-entropy + mu * MOL``, see `mean_output_loss`. New classes are the classes that any
+    client of the federation learns in the current session. Old classes are the classes of all earlier sessions. A
+    `FederatedStream` defines both. In a plain Trainer without a stream, a `fit` is a session, and the new classes are
+    the classes of the batch that no earlier session contained. A client keeps masks of these classes, and uploads the
+    same tensors as in FedAvg.
 
     The paper leaves several choices open. The defaults are the variant that worked best in ``recipes/odfcl/README.md``:
     squared difference of mean probabilities, and cross-entropy over the session's classes only. For a replay sample of
@@ -213,7 +215,7 @@ class MeanOutputLoss(Method):
         mu: Weight of MOL, at least 0.
         output_kind: Outputs that are averaged, see `mean_output_loss`.
         distance: Squared or absolute difference of the means.
-        cross_entropy: Classes of the task's cross-entropy: those of the ``"session"``, all ``"seen"`` classes, or
+        cross_entropy: Classes of the task's cross-entropy: the classes of the ``"session"``, all ``"seen"`` classes, or
             ``"all"`` outputs. With ``"session"`` or ``"seen"``, the task's loss must be cross-entropy, as in
             `Classifier`.
 

@@ -37,7 +37,7 @@ def check_compatible(methods: Sequence[MethodBase]) -> None:
         names = [*dict.fromkeys(type(method).__name__ for method in methods_overriding(methods, function))]
         if len(names) > 1:
             raise InvalidValueError(
-                f"Expected at most one method that {does} but got {' and '.join(names)}.",
+                f"Expected at most one method that {does}, but got {' and '.join(names)}.",
                 hint="Use only one of these methods.",
                 argument="callbacks",
                 value=names,
@@ -46,7 +46,7 @@ def check_compatible(methods: Sequence[MethodBase]) -> None:
     for name in names:
         if names.count(name) > 1:
             raise InvalidValueError(
-                f"Expected each method once but got `{name}` {names.count(name)} times.",
+                f"Expected each method once, but got `{name}` {names.count(name)} times.",
                 hint=f"Keep one `{name}`, and remove the others.",
                 argument="callbacks",
                 value=name,
@@ -58,7 +58,7 @@ def check_needs(method: MethodBase, trainer: L.Trainer, module: L.LightningModul
     name, needs = type(method).__name__, method.needs
     if str(trainer.precision).startswith("16") and trainer.scaler is not None:
         raise InvalidValueError(
-            f'Expected a Trainer without loss scaling for `{name}` but got `precision="{trainer.precision}"`.',
+            f'Expected a Trainer without loss scaling for `{name}`, but got `precision="{trainer.precision}"`.',
             hint='Use "bf16-mixed" or "32-true".',
             argument="precision",
             value=trainer.precision,
@@ -113,7 +113,7 @@ def _check_one_client(method: MethodBase, trainer: L.Trainer) -> None:
     if functions:
         name, suffix = type(method).__name__, f" in {trainer.world_size} processes" if trainer.world_size > 1 else ""
         raise InvalidValueError(
-            f'Expected a Trainer with `strategy="federated"` for `{name}.{functions[0]}` but got a plain one{suffix}.',
+            f'Expected a Trainer with `strategy="federated"` for `{name}.{functions[0]}`, but got a plain one{suffix}.',
             hint=f'Use `strategy="federated"`, or remove `{name}`.',
             argument="strategy",
             value=name,

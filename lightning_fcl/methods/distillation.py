@@ -36,8 +36,9 @@ class FLwF2T(Method):
     """FLwF-2T: distillation from the client's previous model and the server's model (Usmanova et al., 2021, sec. 4.2).
 
     The loss is ``alpha * task loss + beta * KD(client's previous model) + (1 - alpha - beta) * KD(received server
-    model)``. The client's previous model is its model after the last round in which it trained. In its first round the
-    client has none, and the received server model replaces it in the second term.
+    model)``. KD is `distillation_loss`. The client's previous model is its model after the last round in which it
+    trained. In a client's first round, the received server model replaces the previous model in the second term. With
+    ``teacher="snapshot"``, a client keeps its previous model. It uploads the same tensors as in FedAvg.
 
     The defaults are from the paper's text. The results in its tables are closer to
     ``alpha=0.01, reduction="mean", teacher="live"`` (``recipes/flwf/README.md``).
@@ -72,7 +73,7 @@ class FLwF2T(Method):
         super().__post_init__()
         if not 0 <= self.beta <= 1 or self.alpha + self.beta > 1 + 1e-9:
             raise InvalidValueError(
-                f"Expected `alpha + beta` to be at most 1 and `beta` at least 0 but got alpha={self.alpha}, "
+                f"Expected `alpha + beta` to be at most 1 and `beta` at least 0, but got alpha={self.alpha}, "
                 f"beta={self.beta}.",
                 hint="Lower one of them, so that the weight of the server's model, 1 - alpha - beta, is at least 0."
                 if self.alpha + self.beta > 1 + 1e-9
@@ -133,8 +134,9 @@ class FLwF(FLwF2T):
 class LwF(Method):
     """Learning without forgetting (Li and Hoiem, 2016): distillation of the classes of earlier experiences.
 
-    The loss is ``task loss + strength * KD``. KD uses the logits of the classes that the client saw before the current
-    experience. In the client's first experience, KD is 0.
+    The loss is ``task loss + strength * KD``. KD is `distillation_loss` on the logits of the classes that the client
+    saw before the current experience. In the client's first experience, KD is 0. A client keeps the set of classes that
+    it has seen, its teacher, and with ``teacher="client"`` its latest model. It uploads the same tensors as in FedAvg.
 
     Args:
         strength: Weight (lambda) of the distillation, at least 0.
@@ -206,10 +208,10 @@ class LwF(Method):
 class FedNTD(Method):
     """FedNTD: distillation of the not-true classes from the server's model (Lee et al., 2022, arXiv 2106.03097).
 
-    The loss is ``task loss + beta * temperature^2 * KD``. KD uses the logits of all classes except the sample's true
-    class, and the teacher is the model that the client received. So the client learns the true class from its data and
-    keeps the server's knowledge of all other classes. The factor ``temperature^2`` is from the authors' code. A client
-    keeps no state and uploads the same tensors as in FedAvg.
+    The loss is ``task loss + beta * temperature^2 * KD``. KD is `distillation_loss` on the logits of all classes except
+    the sample's true class, and the teacher is the model that the client received. So the client learns the true class
+    from its data and keeps the server's knowledge of all other classes. The factor ``temperature^2`` is from the
+    authors' code. A client keeps no state and uploads the same tensors as in FedAvg.
 
     Args:
         beta: Weight of the distillation, at least 0. 0 is FedAvg.
@@ -254,11 +256,11 @@ def contrastive_loss(features: Tensor, positive: Tensor, negative: Tensor, tempe
 class MOON(Method):
     """MOON: model-contrastive learning (Li et al., 2021, Algorithm 1).
 
-    The loss is ``task loss + mu * mean contrastive_loss(f(x))``. It moves the features of ``x`` toward those of the
-    model that the client received, and away from those of the model that the client trained last. In a client's first
-    round these models are identical, and the term has no gradient. The features are the result of the module's `embed`.
-    The paper computes features with an additional projection head. A client keeps its last model, and uploads the same
-    tensors as in FedAvg.
+    The loss is ``task loss + mu * mean contrastive_loss(f(x))``. The contrastive loss moves the features of ``x``
+    toward the features of the model that the client received. It moves them away from the features of the model that
+    the client trained last. In a client's first round these models are identical, and the term has no gradient. The
+    features are the result of the module's `embed`. The paper computes features with an additional projection head. A
+    client keeps its last model, and uploads the same tensors as in FedAvg.
 
     Args:
         mu: Weight of the contrastive loss, at least 0. 0 is FedAvg.

@@ -101,6 +101,9 @@ def proximal_term(params: Mapping[str, Tensor], server: Mapping[str, Tensor]) ->
 class FedProx(Method):
     """FedProx (Li et al., 2020): adds the proximal term ``mu / 2 * ||w - w_server||^2`` (equation 2) to the loss.
 
+    w_server is the model that the client has received. A client keeps no state, and uploads the same tensors as in
+    FedAvg.
+
     Args:
         mu: Weight of the proximal term, at least 0. 0 is FedAvg.
         pattern: Shell-style pattern of the parameters in the proximal term, such as ``"head.*"``.
@@ -122,7 +125,7 @@ class FedProx(Method):
         params = {name: value for name, value in step.params.items() if fnmatchcase(name, self.pattern)}
         if not params:
             raise InvalidValueError(
-                f"Expected `pattern` to match a trainable parameter but `{self.pattern}` matches none.",
+                f"Expected `pattern` to match a trainable parameter, but `{self.pattern}` matches none.",
                 hint=f"Omit `pattern`, or use one that matches {format_names(step.params, 3)}.",
                 argument="pattern",
                 value=self.pattern,

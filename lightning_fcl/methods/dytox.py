@@ -55,9 +55,10 @@ class DyToxMethod(Episodic):
       the fit. The authors' code also tunes old tokens and heads, with a tenth of the learning rate.
 
     A client's task is the model's block of classes that contains its labels, see `DyTox.blocks`. If a `FederatedStream`
-    defines such blocks, the model uses them. Tokens and heads are uploaded as all other parameters. Divergence heads
-    are used in training only and can be client-local: ``reductions={"model.divergence.*": "local"}``. The task's loss
-    is the loss of the module, which is cross-entropy for `Classifier`. The authors use binary cross-entropy.
+    defines such blocks, the model uses them. Stored samples and the teacher stay on the client. Tokens and heads are
+    uploaded like all other parameters. Divergence heads are used in training only and can be client-local:
+    ``reductions={"model.divergence.*": "local"}``. The task's loss is the loss of the module, which is cross-entropy
+    for `Classifier`. The authors use binary cross-entropy.
 
     Args:
         memory_size: Number of stored samples per task (int), or share of the client's data in a round (float). 0: no
@@ -65,7 +66,8 @@ class DyToxMethod(Episodic):
         distillation_weight: Weight of the distillation. ``"auto"``: the paper's weight, a, which is the share of past
             classes among all classes that the client has seen. The task's loss then has the weight ``1 - a``. With a
             number, the task's loss has the weight 1.
-        temperature: Temperature of teacher and student, above 0. The distillation is scaled by its square.
+        temperature: Temperature of teacher and student, above 0. The distillation is scaled by the square of the
+            temperature.
         divergence_weight: Weight of the divergence loss, at least 0.
         balanced_epochs: Epochs of balanced tuning at the end of each task except the first. The paper uses 20 epochs,
             after 500 epochs of training.
@@ -90,7 +92,7 @@ class DyToxMethod(Episodic):
             check_memory_size(memory_size=self.memory_size)
         if isinstance(self.distillation_weight, str) and self.distillation_weight != "auto":
             raise InvalidValueError(
-                f'Expected `distillation_weight` to be "auto" or a number but got "{self.distillation_weight}".',
+                f'Expected `distillation_weight` to be "auto" or a number, but got "{self.distillation_weight}".',
                 argument="distillation_weight",
             )
         at_least(0, distillation_weight=0 if isinstance(self.distillation_weight, str) else self.distillation_weight)
@@ -107,7 +109,7 @@ class DyToxMethod(Episodic):
         model, stream = get_dytox(pl_module), find_stream(trainer)
         if stream is not None and not stream.plan.common_tasks:
             raise InvalidValueError(
-                "Expected a stream with tasks of classes that are the same for all clients for `DyToxMethod` but got "
+                "Expected a stream with tasks of classes that are the same for all clients for `DyToxMethod`, but got "
                 f"{stream}.",
                 hint='Use `scenario="fedvit"`, or "class-incremental" without `order_per_client`.',
                 argument="scenario",
@@ -262,7 +264,7 @@ def get_dytox(module: L.LightningModule) -> DyTox:
     models = [part for part in module.modules() if isinstance(part, DyTox)]
     if len(models) != 1:
         raise InvalidValueError(
-            f"Expected one `DyTox` in the module for `DyToxMethod` but got {len(models)}.",
+            f"Expected one `DyTox` in the module for `DyToxMethod`, but got {len(models)}.",
             hint="Use `Classifier(model=DyTox(...))`.",
             argument="model",
             value=len(models),

@@ -59,7 +59,8 @@ class GEM(Episodic):
     In each step, GEM changes the gradient so that the step raises the loss of no past task, to first order. A client
     stores samples of each of its tasks (experiences). g_i is the gradient of the samples of past task i at the current
     parameters. The gradient g of the step becomes the nearest g' with ``<g', g_i> >= 0`` for all past tasks (eq. 11,
-    see `lightning_fcl.methods.projection.project`).
+    see `lightning_fcl.methods.projection.project`). The stored samples never leave the client, and it uploads the same
+    tensors as in FedAvg.
 
     After each round in which a client trains, GEM selects the stored samples of the current task again, at random and
     in proportion to the classes. If `memory_size` permits, each class has at least one sample. If the rounds of a task
@@ -172,11 +173,11 @@ def add_task_memory(client: Client, data: Batch, max_size: int | float, generato
 
 
 def finite_pairs(data: Batch) -> tuple[Tensor, Tensor]:
-    """Return a client's samples ``(x, y)``, without samples with non-finite inputs. Raise TypeError if not pairs."""
+    """Return a client's samples ``(x, y)`` whose inputs are finite. Raise TypeError if the samples are not pairs."""
     if not isinstance(data, list | tuple) or len(data) != 2:
         parts = f"{len(data)} parts" if isinstance(data, list | tuple) else type(data).__name__
         raise InvalidTypeError(
-            f"Expected samples `[x, y]` to store but got {parts}.",
+            f"Expected samples `[x, y]` to store, but got {parts}.",
             hint="Return `[x, y]` pairs from the dataset.",
             argument="data",
         )
@@ -289,7 +290,8 @@ class BCN(Episodic):
     stored samples of past tasks. The draws use replacement and torch's global random number generator. The first
     bracket is generalization: `worst_inputs` finds the delta that raises the loss of these samples (first player). The
     second bracket is forgetting: theta_B is a copy of the parameters after plain gradient descent on the same samples
-    (second player). No gradient flows through the moves of the players.
+    (second player). No gradient flows through the moves of the players. A client stores samples as in `GEM`. It
+    uploads the same tensors as in FedAvg.
 
     The method differs from the authors' code in three ways:
 
@@ -349,7 +351,7 @@ class BCN(Episodic):
     def _worst(self, step: Step, x: Tensor, y: Tensor) -> Tensor:
         if not x.is_floating_point():
             raise InvalidTypeError(
-                f"Expected floating-point inputs for `BCN` with `eps` above 0 but got {x.dtype}.",
+                f"Expected floating-point inputs for `BCN` with `eps` above 0, but got {x.dtype}.",
                 hint="Use `eps=0`.",
                 argument="x",
                 value=x.dtype,

@@ -98,7 +98,8 @@ class FedViT(FedRep):
 
     Args:
         rho: Share of the samples of each class that is kept, above 0 and at most 1.
-        k: Number of past tasks that constrain a step, at least 1. If there are fewer past tasks, all of them do.
+        k: Number of past tasks that constrain a step, at least 1. If there are fewer past tasks, all of them constrain
+            the step.
         distance: Distance between two gradients: ``"wasserstein"`` (as in the paper) or ``"cosine"``.
         select_every: Number of steps after which a client selects its k tasks again, from the gradients of all tasks.
         integration_epochs: Number of local epochs of integration. 0 disables integration.

@@ -239,7 +239,7 @@ class FedWEIT(Method):
             raise InvalidValueError(
                 "Expected no method other than `Replay` together with `FedWEIT`, which creates new parameters in each "
                 f"task, but got {', '.join(other_methods)}.",
-                hint="Remove it.",
+                hint="Remove the other methods.",
                 argument="callbacks",
                 value=other_methods,
             )
@@ -293,7 +293,7 @@ def get_decomposed(module: L.LightningModule) -> FedWEITNet:
         raise InvalidValueError(
             f"Expected a `Classifier` of a `FedWEITNet` for `FedWEIT`, but got a model of type "
             f"`{type(model).__name__}`.",
-            hint="Wrap it: `FedWEITNet(net, num_tasks=10)`.",
+            hint="Wrap the network: `FedWEITNet(net, num_tasks=10)`.",
             argument="model",
             value=type(model).__name__,
         )

@@ -139,7 +139,7 @@ def class_aware_weights(logits: Tensor, y: Tensor, old: Tensor, share: Tensor | 
         logits: Logits z, shape (batch, classes).
         y: Labels, shape (batch,).
         old: Mask of old classes, shape (classes,).
-        share: Weight of each sample in the mean, shape (batch,). None: equal weights.
+        share: Weight of each sample for the mean of g, shape (batch,). None: equal weights.
 
     Example:
         >>> class_aware_weights(Tensor([[0, 0], [0, 0], [9, 0]]), torch.tensor([0, 1, 1]), torch.tensor([True, False]))

@@ -145,20 +145,20 @@ _BATCH = 64
 
 @dataclass(eq=False)
 class CCVR(Method):
-    """CCVR: a head trained by the server on features drawn from class Gaussians (Luo et al., 2021; Salami, 2024).
+    """CCVR: a head that the server trains on features drawn from class Gaussians (Luo et al., 2021).
 
     For each experience, a client uploads three values per class: the number of samples, the sum of their features, and
     the sum of the products of their features. The features are computed with the client's own model. See
     `MethodBase.contribute_experience`.
 
     The server adds up the values over clients. This gives the exact mean and covariance of all clients' features of a
-    class (CCVR). The server also adds up the values over experiences, as HGP (Salami, 2024) keeps the Gaussians of all
-    tasks.
+    class (CCVR). The server also adds up the values over experiences, as HGP (Salami et al., 2024) keeps the Gaussians
+    of all tasks.
 
     In the last round of each experience, the server draws ``num_samples`` features of each class from the class's
     Gaussian. It trains the module's last layer on them, by SGD with momentum 0.9 and a cosine schedule. With a frozen
-    body, whose batch normalization keeps the server's statistics, the moments are those of all samples so far.
-    Otherwise the moments of earlier experiences belong to features of earlier models.
+    body, whose batch normalization keeps the server's statistics, mean and covariance are exact for all samples so far.
+    Otherwise, the values of earlier experiences belong to features of earlier models.
 
     HGP draws from the Gaussian of each client. This implementation has one Gaussian per class. The loss is the
     cross-entropy among the classes seen so far. With ``logit_norm`` it is computed on `decoupled_logits`. HGP uses 0.1.

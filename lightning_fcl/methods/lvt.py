@@ -45,8 +45,9 @@ class LVTMethod(Method):
 
     When a task ends, the client stores the share ``rho`` of the samples with the lowest loss of each class. The paper
     has a confidence-aware memory of fixed size instead. The losses are computed with the client's own model after the
-    last round of the task in which it trained. Two parts of the paper are not implemented: the second classifier for
-    new tasks only, and the decay of the first classifier's weight.
+    last round of the task in which it trained. Stored samples, K_prev and G stay on the client. The client uploads the
+    same tensors as in FedAvg. Two parts of the paper are not implemented: the second classifier for new tasks only, and
+    the decay of the first classifier's weight.
 
     Args:
         gamma: Weight of the attention loss, at least 0. With 0, K is not regularized and not stored.

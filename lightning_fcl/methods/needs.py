@@ -14,14 +14,14 @@ class Needs:
     Args:
         labels: Batches are pairs ``[x, y]``.
         dict_batches: In a federation, batches may also be dicts of tensors.
-        tensors: Inputs and targets, or the values of a dict, are one tensor each, with one row per sample. Set it if
+        tensors: Inputs and targets, or the values of a dict, are one tensor each, with one row per sample. Set this if
             the method stores samples or splits the samples of a round.
         logits: The module's output is a tensor of class logits.
         sample_loss: The module defines ``sample_loss(output, y)``, the loss of each sample, apart from its training
             step.
         round_samples: `Method.update_client_state`, `Method.upload_statistics` or the hooks of an experience read the
             samples of the round.
-        numbers: These hooks read only the numbers of the samples, `Client.history`.
+        numbers: The hooks named under ``round_samples`` read only the numbers of the samples, `Client.history`.
         features: The server uses the clients' features or layer inputs. Frozen layers, such as batch normalization with
             frozen parameters, then stay in evaluation mode, so that all clients have the features of the server's body.
         federation_reason: Why the method does not run in a plain Trainer. The text ends the error message, after a

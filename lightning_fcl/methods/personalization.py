@@ -43,8 +43,8 @@ class APFL(Method):
     of ``w``. A client predicts with ``v_bar`` of the client's ``v`` and the server's ``w``, see `personalize`.
     ``ContinualMetrics(when="aggregated")`` tests this model.
 
-    Deviation from the paper: ``v`` has an optimizer like that of ``w``, and the paper uses SGD. Clients train
-    sequentially. A step takes two forward and backward passes instead of one.
+    Deviation from the paper: ``v`` has an optimizer with the class and settings of the optimizer of ``w``. The paper
+    uses SGD. Clients train sequentially. A step takes two forward and backward passes instead of one.
 
     Args:
         alpha0: Initial value of ``alpha``, from 0 to 1.
@@ -160,8 +160,9 @@ class Ditto(APFL):
     """Ditto (Li et al., 2021, Algorithm 1): train a personal model that stays near the server's model.
 
     The shared model ``w`` trains and is uploaded as without Ditto. On each batch, the personal model ``v`` also takes a
-    step, with an optimizer like that of ``w``, along the gradient of ``task loss + strength / 2 * ||v - w_server||^2``.
-    w_server is the model that the client has received. Ditto is `APFL` with ``alpha`` fixed at 1 and this penalty.
+    step, with an optimizer like the optimizer of ``w``, along the gradient of
+    ``task loss + strength / 2 * ||v - w_server||^2``. w_server is the model that the client has received. Ditto is
+    `APFL` with ``alpha`` fixed at 1 and this penalty.
 
     In its first round a client initializes ``v`` with the received model. The client keeps ``v`` and predicts with it,
     as described for `APFL`. It uploads the same tensors as in FedAvg.

@@ -20,20 +20,20 @@ Solver = Callable[[Matrix, Matrix], Matrix]
 
 # Tolerance for cosines. With rounding errors added, every cosine is at least -1e-8.
 _TOLERANCE = 4e-9
-# Coordinates per piece. A dozen gradients of this length stay in the cache of a processor core.
+# Number of coordinates per piece. A dozen gradients of this length fit into the cache of a processor core.
 _PIECE = 16384
-# Coordinates per stretch of the result. A stretch stays in a cache while gradients are added to it.
+# Number of coordinates per part of the result. A part stays in the cache while gradients are added to it.
 _STRETCH = 2**18
 # Number of coordinates from which a gradient counts as long.
 _LONG = 100_000
-# Index of the first solver to use: 0 for quadprog, 1 for the solver in NumPy.
+# Index of the first solver to try: 0 for quadprog, 1 for the solver in NumPy.
 _FIRST = 0 if find_spec("quadprog") else 1
 
-# Coordinates per dot product. The rows of the next products stay in the cache of a processor core.
+# Number of coordinates per dot product. The rows of the next products stay in the cache of a processor core.
 _BLOCK = 2048
-# Number of values converted at once, 4 MiB: long stretches of each row that still fit in a cache.
+# Number of values that are converted to double precision at once. They take 4 MiB, which fits into a cache.
 _CONVERTED = 2**19
-# Coordinates per matrix product on devices other than the CPU.
+# Number of coordinates per matrix product on devices other than the CPU.
 _MATRIX_PIECE = 2**21
 
 
@@ -58,7 +58,7 @@ def project(gradient: Tensor, constraints: Tensor, margin: float = 0.0) -> Tenso
         in the code of GEM's authors. If ``margin`` is 0, it is never longer than ``gradient``.
 
     Raises:
-        InvalidValueError: If a gradient is not finite.
+        InvalidValueError: If a gradient has non-finite values.
     """
     products = _gram(gradient, constraints)
     weights = _weights(products, margin)
@@ -95,7 +95,7 @@ def gradient_distance(gradient: Tensor, references: Tensor, kind: DistanceKind =
             and 1 for a zero gradient.
 
     Raises:
-        InvalidValueError: If a gradient is not finite.
+        InvalidValueError: If a gradient has non-finite values.
     """
     if kind == "wasserstein":
         ordered = _sorted(gradient)
@@ -142,7 +142,8 @@ def _combine(gradient: Tensor, constraints: Tensor, weights: Matrix, products: M
     cancelling = weights @ lengths[:-1] > 10 * lengths[-1]
     whole = gradient.dtype == constraints.dtype and gradient.dtype in (torch.float32, torch.float64)
     if len(gradient) >= _LONG and whole and not cancelling:
-        # The rounding errors of many coordinates average out, unless large terms cancel each other.
+        # Sums in the gradient's own precision are sufficient: the rounding errors of many coordinates average out,
+        # unless large terms cancel each other.
         active = np.flatnonzero(weights * lengths[:-1] > 1e-15 * lengths[-1])
         if constraints.stride(1) != 1 or 3 * len(active) > 2 * len(weights):
             return torch.addmv(gradient, constraints.T, torch.from_numpy(weights).to(gradient))
@@ -214,7 +215,7 @@ def _solve(unit: Matrix, slope: Matrix) -> Matrix:
 
     The slopes are at most 1 in absolute value.
     """
-    # The margin alone can satisfy all constraints.
+    # The minimum weights, which the margin requires, can already satisfy all constraints.
     if slope.min() >= -_TOLERANCE:
         return np.zeros_like(slope)
     if len(slope) == 1:

@@ -199,9 +199,9 @@ class ICaRL(LwF):
     share its ``memory_size`` exemplars equally. Exemplars of earlier classes are removed from the end.
 
     The client and the server predict the class of the nearest mean of exemplars. Exemplars stay on the client: after
-    local training, each client uploads, for each class, the sum of its exemplars' features and their number. The
-    server's sums are those of the clients of the latest round. If no client of the round has a class, the class keeps
-    its earlier sum. See `ClassSums`.
+    local training, each client uploads, for each class, the sum of its exemplars' features and their number. The server
+    keeps the sums over the clients of the latest round. If no client of the round has a class, the class keeps its
+    earlier sum. See `ClassSums`.
 
     The module's own loss trains the classes of the experience. The old classes are distilled as in `LwF`, from the
     client's model at the end of its previous experience. Deviation: the paper uses binary cross-entropies of sigmoids

@@ -144,12 +144,18 @@ class LoRM(RegMean):
     head. Here the same ``alpha`` applies to both.
 
     For each experience a client also uploads ``G_k`` of the inputs of each layer with a LoRA adapter, computed with its
-    own model. At the end of experience t, G_t is the sum of these, and W_t is the server's layer including its adapter.
-    The layer becomes ``(sum_t W_t G_t) (sum_t G_t)^+`` over all experiences t so far, and B is reset to 0.
+    own model. At the end of experience t, G_t is the sum of these ``G_k``, and W_t is the server's layer including its
+    adapter. The layer becomes ``(sum_t W_t G_t) (sum_t G_t)^+`` over all experiences t so far, and B is reset to 0.
 
     Deviation: in the paper every task starts from the original body. Here an experience starts from the layers merged
     after the earlier experiences. The server sends these layers to the clients in each later round, because they differ
     from the original layers that all clients have.
+
+    Args:
+        alpha: Factor of the off-diagonal values of G, from 0 to 1. See `RegMean`.
+
+    Raises:
+        ValueError: For the same reasons as in `RegMean`.
 
     Example:
         >>> LoRM(alpha=0.5).vectorizable

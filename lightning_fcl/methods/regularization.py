@@ -43,7 +43,7 @@ class Consolidation(Method):
     def importance(self, client: Client, trained_state: State, data: Batch, names: Iterable[str]) -> State:
         """Return the importance of the parameters ``names`` for the experience.
 
-        The other arguments are those of `end_experience`.
+        See `MethodBase.end_experience` for the other arguments.
         """
         raise NotImplementedError
 
@@ -95,8 +95,9 @@ class EWC(Consolidation):
 
     The loss is ``task loss + strength / 2 * sum_i F_i * (theta_i - theta*_i)^2`` over the trainable parameters. theta*
     is the client's own model after its latest round of its latest experience. F is the sum, over the client's
-    experiences, of the diagonal of the empirical Fisher information, ``mean_n (d log p(y_n | x_n) / d theta_i)^2``. It
-    is computed from the true labels and the data of the last round of the experience that the client trained in.
+    experiences, of the diagonal of the empirical Fisher information, ``mean_n (d log p(y_n | x_n) / d theta_i)^2``. The
+    Fisher information is computed from the true labels and the data of the client's last round of the experience. A
+    client keeps theta* and F, and uploads the same tensors as in FedAvg.
 
     Args:
         strength: Weight (lambda) of the penalty, at least 0. 0 is fine-tuning.
@@ -131,7 +132,7 @@ class MAS(Consolidation):
 
     The loss is ``task loss + strength / 2 * sum_i Omega_i * (theta_i - theta*_i)^2``, as in `EWC`. Omega needs no
     labels: ``mean_n |d ||f(x_n; theta)||_2^2 / d theta_i|``. Equation 4 of the paper has no factor 1 / 2, so its lambda
-    is half the strength.
+    is half the strength. A client keeps theta* and Omega, and uploads the same tensors as in FedAvg.
 
     Args:
         strength: Weight of the penalty, at least 0. 0 is fine-tuning.

@@ -157,7 +157,7 @@ class DrawnSamples:
             )
 
     def draw(self, section: str) -> list[dict[str, Tensor]]:
-        """Return the replay samples of each client for its next step, by name. A client without any gets {}."""
+        """Return the replay samples of each client for its next step, by name. A client without samples gets {}."""
         pools, size, keys, step = self.pools[section], self._sizes[section], self._keys[section], self._drawn[section]
         counts = np.array([min((len(values) for values in pool.values()), default=0) for pool in pools])
         random_numbers = random_uint64(keys, size, start=step * size)

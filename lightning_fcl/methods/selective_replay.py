@@ -41,6 +41,7 @@ class DERpp(Method):
 
     A client keeps a uniform random choice of all samples that it has trained on (reservoir sampling). Each sample is
     offered once, after the client's first round with it, with the logits of the model that the client has just trained.
+    The samples and logits stay on the client. The client uploads the same tensors as in FedAvg.
 
     Args:
         memory_size: Number of samples that a client keeps, at least 1.
@@ -178,7 +179,7 @@ def sample_importance(
 
     The importance is ``sum_s ||g_s||^2 / s``, shape (n,). g_s is the gradient of a sample's loss at v in iteration
     s = 1, 2, ... Then v takes the step ``v - lr * (mean g_s + strength * (v - w))``, where w is the received state. The
-    module is in evaluation mode. Entries that v does not have, such as buffers, are those of w.
+    module is in evaluation mode. Entries that v does not have, such as buffers, are taken from w.
 
     Args:
         module: The module, which defines ``sample_loss(output, y)``.

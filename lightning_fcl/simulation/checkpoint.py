@@ -150,7 +150,7 @@ def check_version(checkpoint: Mapping[str, Any], path: object) -> None:
 
 
 def check_same_settings(saved_settings: Mapping[str, Any], current_settings: Mapping[str, Any], path: object) -> None:
-    """Raise ValueError if optimizers or schedulers differ from those of a checkpoint.
+    """Raise ValueError if optimizers or schedulers have other settings than in a checkpoint.
 
     Without this check, Lightning silently uses the hyperparameters of the checkpoint instead of the current ones.
 

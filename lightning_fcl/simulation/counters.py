@@ -30,8 +30,8 @@ class ClientCounters:
     has the counters of all clients; within `client` it has the client's counters. Changes that are made within `client`
     also change the counters of all clients.
 
-    Clients of one vectorized step share their counters. The number of batches is that of the client with the most
-    batches.
+    Clients of one vectorized step share their counters. Their number of batches is the number of batches of the client
+    with the most batches.
 
     Attributes:
         shown: Whether the Trainer currently has the client's counters.
@@ -212,7 +212,7 @@ class ClientCounters:
 
 
 class _Switch:
-    """A reusable context manager that calls one function on entry and another one on exit."""
+    """A reusable context manager that calls one function on entry and another function on exit."""
 
     def __init__(self, enter: Callable[[], None], leave: Callable[[], None]) -> None:
         self._enter, self._leave = enter, leave

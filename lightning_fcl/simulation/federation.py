@@ -140,7 +140,7 @@ class Federation:
             trainer.optimizers = active_optimizers
 
     def hosts(self, client: str) -> bool:
-        """Return whether this process stores the state of a client. Before a fit, every process does."""
+        """Return whether this process stores the state of a client. True for every client before a fit."""
         return self.placement is None or self.placement.hosts(client)
 
     def client_rounds(self, round_idx: int) -> list[ClientRound]:
@@ -149,7 +149,7 @@ class Federation:
         return [self.stream.client_round(c, round_idx) for c in self.stream.plan.train[round_idx] if c in present]
 
     def ending_clients(self, round_idx: int) -> list[ClientRound]:
-        """Return the clients whose experience ends with a round, also those without samples, in the plan's order."""
+        """Return the clients whose experience ends with a round, in the plan's order. They may have no samples."""
         unavailable = self.participation.unavailable(round_idx)
         parts = [self.stream.client_round(c, round_idx) for c in self.stream.plan.clients if c not in unavailable]
         return [part for part in parts if part.is_last_round]

@@ -95,7 +95,7 @@ def _explained() -> Iterator[None]:
 
 
 def connect_ranks(environment: ClusterEnvironment, rank: int, num_ranks: int, num_nodes: int) -> Ranks:
-    """Connect to the other processes: by a file on a single machine, or by the environment's address for several."""
+    """Connect to the other processes: by a file on a single machine, or by the environment's address on several."""
     os.environ.setdefault("MASTER_ADDR", environment.main_address)
     os.environ.setdefault("MASTER_PORT", str(environment.main_port))
     if num_nodes == 1:  # Listen only on the loopback interface, so that other machines cannot connect.

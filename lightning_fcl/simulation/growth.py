@@ -114,7 +114,7 @@ def joined(changes: Iterable[Change]) -> Change:
 
 
 def is_merged(value_change: Change | None) -> bool:
-    """Return whether a change can be merged with those of other clients."""
+    """Return whether a change can be merged with the changes by other clients."""
     if isinstance(value_change, Entries):
         return all(map(is_merged, value_change.parts.values()))
     return not isinstance(value_change, Changed)

@@ -32,7 +32,7 @@ from lightning_fcl.validation import format_code_names
 log = logging.getLogger(__name__)
 
 _MOST = 16
-"""Maximum number of changed names that are tested one by one."""
+"""Maximum number of changed names that are tested individually."""
 _LATER = 3333
 """Factor for the increase of counters in a second test, so that they look like after about 10,000 steps."""
 

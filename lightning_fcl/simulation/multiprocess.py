@@ -42,7 +42,8 @@ def check_processes(environment: ClusterEnvironment, processes: int, nodes: int)
     """Raise ValueError if there are too many processes for a machine, or if machines cannot find each other."""
     if processes > _MOST:
         raise InvalidValueError(
-            f"Expected at most {_MOST} `devices` on this machine, because each one is a process, but got {processes}.",
+            f"Expected at most {_MOST} `devices` on this machine, because each device is a process, but got "
+            f"{processes}.",
             hint="Set `devices` to the number of CPU cores or less.",
         )
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK") if name not in os.environ]

@@ -64,7 +64,7 @@ class Round:
     def __init__(self, federation: Federation, looks_ahead: bool = True) -> None:
         self.federation = federation
         self.number = current_round(federation.module.trainer)
-        self.sampled: list[str] = []  # the clients that train in the round, including those of other processes
+        self.sampled: list[str] = []  # the clients that train in the round, including clients of other processes
         self.no_data: list[str] = []  # sampled clients without data, or with too few samples to train on
         self.progress = federation.progress = RoundProgress(self.number)
         self._steps_before = 0  # the Trainer's number of steps at the start of the round
@@ -340,10 +340,10 @@ def methods_first(federation: Federation) -> list[Callback]:
 def _upload_reachable(
     server: FederatedServer, clients: ClientRounds, states: State, messages: Messages, missed: Sequence[bool]
 ) -> list[bool]:
-    """Upload the results of clients of which some miss the synchronization.
+    """Upload the results of clients, some of which miss the synchronization.
 
     Returns:
-        Whether each client keeps its new state. A client whose upload is dropped by the server does not.
+        Whether each client keeps its new state. False for a client whose upload the server drops.
     """
     server.record.missed_sync += itertools.compress(clients.client_ids, missed)
     upload_results = [True] * len(clients)

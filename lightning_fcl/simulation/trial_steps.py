@@ -83,7 +83,7 @@ class TrialSteps:
         return [*trial_clients[:1], *((client, own[::-1], part) for client, own, part in trial_clients[-1:])]
 
     def why_not(self) -> str | None:
-        """Return the reason why the module cannot train in a trial. None: it can."""
+        """Return the reason why the module cannot train in a trial, or None if it can train."""
         if not self._clients:
             return "no client has samples"
         for kind in {type(part): None for part in self._module.modules()}:
@@ -119,7 +119,7 @@ class TrialSteps:
 
     @contextmanager
     def _in_trial(self) -> Iterator[None]:
-        """Temporarily replace the Trainer's and the federation's components by those of the trial."""
+        """Temporarily replace components of the Trainer and of the federation by the components of the trial."""
         trainer: Any = self._trainer
         federation, progress = self._federation, self._progress
         assert isinstance(federation.local_trainer, SequentialTrainer)

@@ -114,7 +114,8 @@ class NetworkTask(Task):
             raise InvalidValueError(
                 f"Expected `model` to take samples of the data, of shape {tuple(x.shape[1:])}, but "
                 f"{type(self.model).__name__} raised: {error}.",
-                hint="Fit its arguments to the data. If it cannot be vectorized, set `max_vectorized_clients=1`.",
+                hint="Change the arguments of `model` to match the data. If `model` cannot be vectorized, set "
+                "`max_vectorized_clients=1`.",
             ) from error
         return output
 

@@ -146,7 +146,7 @@ class ReservoirTask(RidgeTask):
             raise InvalidValueError(
                 f"Expected a `swarm` without `missed_sync_prob` and `missed_rounds` for a `{type(self).__name__}`, "
                 "because its clients start each round with new sums.",
-                hint="Leave them out.",
+                hint="Remove `missed_sync_prob` and `missed_rounds` from the swarm.",
                 argument="swarm",
             )
         return ReservoirTrainer(self, federation.settings.max_vectorized_clients)

@@ -261,9 +261,9 @@ class RidgeTask(Task):
             )
         if shaping:
             raise InvalidValueError(
-                f"Expected no `{shaping[0]}` with a `{name}`. It changes a loss, but a readout is computed without "
-                "a loss.",
-                hint="Remove it.",
+                f"Expected no `{shaping[0]}` with a `{name}`. `{shaping[0]}` changes a loss, but a readout is computed "
+                "without a loss.",
+                hint=f"Remove `{shaping[0]}`.",
                 argument="callbacks",
                 value=shaping,
             )

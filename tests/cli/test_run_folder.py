@@ -211,7 +211,7 @@ def test_resume_invalid_epoch_or_version_raises(begun, error_of, change, message
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--trainer.devices", "1000000"], "`devices` on this machine, because each one is a process, but got 1000000"),
+        (["--trainer.devices", "1000000"], "on this machine, because each device is a process, but got 1000000"),
         (["--trainer.num_nodes", "5"], "Expected MASTER_ADDR, MASTER_PORT and NODE_RANK in the environment"),
         (["--data.scenario.rounds_per_experience", "1000000000"],
          "Expected `rounds_per_experience` to be between 1 and 1000000 but got 1000000000"),

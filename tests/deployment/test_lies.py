@@ -77,7 +77,7 @@ def test_each_invalid_answer_is_logged_and_changes_nothing(prepared, honest, wir
     for round_idx, others in enumerate(([], ["The answer belongs to another message or client"])):
         for message, reason in zip(wanted + others, reasons(caplog, round_idx), strict=True):
             assert re.search(message, reason), reason
-    assert "Round 0: dropped the upload of client 1 (not finite" in caplog.text
+    assert "Round 0: dropped the upload of client 1 (non-finite" in caplog.text
     assert [list(one["dropped"]) for one in prepared.rounds()] == [["1"], ["1"]]
     assert len(json.dumps(read_results(prepared.folder / "deployed"))) < 10**5
 

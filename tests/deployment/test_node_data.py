@@ -296,7 +296,10 @@ X, Y = np.zeros((4, 3), np.float32), np.array(["p", "q"] * 2)
 REJECTED = {
     "classes twice": ({"x": X, "y": Y, "classes": np.array(["p", "q", "p"])}, "`classes` .*'p' more than once"),
     "class that UTF-8 cannot encode": ({"x": X, "y": np.array(["p", "\ud800"] * 2)}, r"`classes` .*'\\ud800'"),
-    "domain that UTF-8 cannot encode": ({"x": X, "y": Y, "group": np.array(["\ud800"] * 4)}, "`group` .*Rename it"),
+    "domain that UTF-8 cannot encode": (
+        {"x": X, "y": Y, "group": np.array(["\ud800"] * 4)},
+        "`group` .*Rename this entry",
+    ),
     "extended precision": ({"x": X.astype(np.longdouble), "y": Y}, r"`x` .*float128.*astype\(numpy\.float32\)"),
     "targets of extended precision": ({"x": X, "y": np.zeros(4, np.longdouble)}, "`y` .*float128"),
     "complex numbers": ({"x": X.astype(np.complex64), "y": Y}, r"`x` .*complex64.*astype\(numpy\.float32\)"),

@@ -107,7 +107,7 @@ def test_extra_entries_without_usable_upload_are_unchanged():
     states = {name: value[None] for name, value in server.state.items()}
     bad = {**states, "Method.counts": torch.tensor([[1.0, float("nan"), 0.0]])}
     assert server.upload([ClientRound("a", round_idx=0, num_samples=1)], bad) == [False]
-    assert server.record.dropped == {"a": "not finite: Method.counts"}
+    assert server.record.dropped == {"a": "non-finite: Method.counts"}
     assert server.aggregate()["Method.counts"].tolist() == [10, 0, 0] == server.extra_tensors["Method.counts"].tolist()
 
 

@@ -287,7 +287,7 @@ def test_non_finite_upload_is_dropped_logged_and_recorded(fit, make_stream, make
     )
     assert equal(task.state_dict(), expected)
     assert all(set(record.dropped) == {"1"} and "1" not in record.upload_bytes for record in poison.rounds)
-    assert "not finite: model.1.weight" in poison.rounds[0].dropped["1"]
+    assert "non-finite: model.1.weight" in poison.rounds[0].dropped["1"]
     assert "dropped the upload of client 1" in caplog.text
     assert "Lower the learning rate, or a method's strength, or clip gradients" in caplog.text
 

@@ -84,7 +84,7 @@ class ArrayDataset:
                     f"{column.shape}.",
                     hint="Pass one entry for each sample."
                     if fits
-                    else f"Convert it with `{name}.astype({'str' if is_text else repr(kind)})`.",
+                    else f"Convert `{name}` with `{name}.astype({'str' if is_text else repr(kind)})`.",
                     argument=name,
                     value=column.dtype,
                 )

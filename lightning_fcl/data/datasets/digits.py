@@ -34,9 +34,11 @@ def load_digits(root: str | Path | None = None, permutations: int = 1) -> ArrayD
     """
     at_least(1, permutations=permutations)
     if find_spec("sklearn") is None:
-        require_package("sklearn", "brings the digits")
+        require_package("sklearn", "contains the digits")
     path = _DIGITS.find(root)[1]
-    with as_file_error(path, "to hold the digits of scikit-learn", "Run `pip install --force-reinstall scikit-learn`."):
+    with as_file_error(
+        path, "to contain the digits of scikit-learn", "Run `pip install --force-reinstall scikit-learn`."
+    ):
         # The import of scikit-learn would take seconds.
         file = gzip.open(open_file(path), "rt")  # noqa: SIM115 # closed when it is garbage-collected
         table = np.loadtxt(file, delimiter=",")

@@ -22,7 +22,7 @@ _PEOPLE = 40
 def load_orl(
     root: str | Path | None = None, size: Sequence[int] | None = (64, 48), normalize: FaceScale = "image"
 ) -> ArrayDataset:
-    """ORL (AT&T) faces: ten gray images of each of 40 people, taken in a laboratory.
+    """Load the ORL (AT&T) faces: ten gray images of each of 40 people, made in a laboratory.
 
     Samaria and Harter 1994, "Parameterisation of a stochastic model for human face identification", WACV. Two layouts
     are read, in this order: the original folders ``s1/1.pgm`` to ``s40/10.pgm``, and ``orl/faces.npz``.
@@ -71,7 +71,7 @@ _LFW = SOURCES["lfw"]
 def load_lfw(
     root: str | Path | None = None, min_faces: int = 35, size: Sequence[int] = (64, 48), normalize: FaceScale = "image"
 ) -> ArrayDataset:
-    """Labeled Faces in the Wild: press photographs of people, cropped to the face, in gray.
+    """Load Labeled Faces in the Wild: press photographs of people, cropped to the face, in gray.
 
     Huang et al. 2007, "Labeled Faces in the Wild: a database for studying face recognition in unconstrained
     environments", University of Massachusetts, Amherst, TR 07-49. The funneled version is from Huang, Jain and

@@ -115,7 +115,7 @@ def load_hhar(
             )
     chunk = 200 if chunk is None else chunk
     length_note = f", minus {_SLIDING - 1} before the first statistics," if features == "statistics" else ""
-    remedy = f"Pass a smaller one, or check that the files contain {', '.join(models)}."
+    remedy = f"Pass a smaller `chunk`, or check that the files contain {', '.join(models)}."
     recordings = _recordings(path, models, features)
     data = chunk_recordings(
         recordings, chunk, normalize, _CLASSES, path, f"stretch of one activity{length_note}", remedy

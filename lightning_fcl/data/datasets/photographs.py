@@ -38,7 +38,7 @@ MD5 = {
 
 
 def load_cifar100(root: str | Path | None = None, size: int = 32, normalize: Scale = "imagenet") -> ArrayDataset:
-    """CIFAR-100: photographs of 100 classes in 20 superclasses, 32 x 32 pixels.
+    """Load CIFAR-100: photographs of 100 classes in 20 superclasses, 32 x 32 pixels.
 
     Krizhevsky 2009, "Learning multiple layers of features from tiny images", University of Toronto. The original folder
     ``cifar-100-python`` with the pickles ``train``, ``test`` and ``meta`` is read. The pickles are read without calling
@@ -95,7 +95,7 @@ SUPERCLASSES = (
 
 
 def load_fc100(root: str | Path | None = None, size: int = 32, normalize: Scale = "imagenet") -> ArrayDataset:
-    """FC100 (Fewshot-CIFAR100): the images of CIFAR-100, with the classes grouped by superclass.
+    """Load FC100 (Fewshot-CIFAR100): the images of CIFAR-100, with the classes grouped by superclass.
 
     Oreshkin et al. 2018, "TADAM: task dependent adaptive metric for improved few-shot learning", NeurIPS. The paper
     uses 12 superclasses for training, 4 for validation and 4 for testing, so that the parts share little. The files of
@@ -128,7 +128,7 @@ _Photographs = tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.bool_], tu
 
 
 def load_tinyimagenet(root: str | Path | None = None, size: int = 32, normalize: Scale = "imagenet") -> ArrayDataset:
-    """TinyImageNet: photographs of 200 classes of ImageNet, 64 x 64 pixels.
+    """Load TinyImageNet: photographs of 200 classes of ImageNet, 64 x 64 pixels.
 
     Le and Yang 2015, "Tiny ImageNet visual recognition challenge", Stanford CS 231N. Two layouts are read, in this
     order: the original folder ``tiny-imagenet-200``, and ``tinyimagenet32/100classes.npz`` with 100 of the classes at
@@ -221,7 +221,7 @@ _REMEDY = "Delete this copy and get the files again."
 
 
 def load_miniimagenet(root: str | Path | None = None, size: int = 32, normalize: Scale = "imagenet") -> ArrayDataset:
-    """MiniImageNet: photographs of 100 classes of ImageNet, 600 of each.
+    """Load MiniImageNet: photographs of 100 classes of ImageNet, 600 of each.
 
     Vinyals et al. 2016, "Matching networks for one shot learning", NeurIPS, with the classes and images of Ravi and
     Larochelle 2017, "Optimization as a model for few-shot learning", ICLR. Four layouts are read, in this order:
@@ -331,7 +331,7 @@ _TEST = (3, 7, 10)
 def load_core50(
     root: str | Path | None = None, size: int = 32, normalize: Scale = "imagenet", by_session: bool = False
 ) -> ArrayDataset:
-    """CORe50: fifty hand-held objects, filmed in eleven sessions with different backgrounds.
+    """Load CORe50: fifty hand-held objects, filmed in eleven sessions with different backgrounds.
 
     Lomonaco and Maltoni 2017, "CORe50: a new dataset and benchmark for continuous object recognition", CoRL. The
     original folder ``core50_128x128`` is read, or the smaller ``core50_32x32`` of the same layout. The path of an image

@@ -40,7 +40,10 @@ _HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0
 _HEADER = 1000
 
 MAX_TEXT_LENGTH = 40
-"""Upper limit of memory bytes per byte of text: a line of one digit takes a string of 64 bytes and 9 for references."""
+"""Upper limit of memory bytes per byte of text.
+
+A line of one digit has two bytes of text. In memory it takes a string of 64 bytes, and 9 bytes for references.
+"""
 
 
 def read_arrays(path: Path, names: Iterable[str], remedy: str = REDOWNLOAD_HINT) -> dict[str, NDArray[Any]]:
@@ -190,7 +193,7 @@ class _Call:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickler that resolves no global. It records the calls that arrays need and rejects all others."""
+    """Unpickler that resolves no global. It records the calls that arrays need, and rejects all other calls."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ADMITTED:
@@ -208,7 +211,7 @@ def read_restricted_pickle(path: Path, remedy: str = REDOWNLOAD_HINT) -> Any:
 
     Raises:
         MissingFileError: If there is no file.
-        DamagedFileError: If the file is damaged, too large, or requests calls other than those of NumPy arrays.
+        DamagedFileError: If the file is damaged, too large, or requests other calls than NumPy arrays need.
     """
     with as_file_error(path, "to be a complete pickle of numbers", remedy), open_file(path) as file:
         check(size := os.fstat(file.fileno()).st_size, "an empty file")

@@ -38,7 +38,8 @@ _INNER = "UCI HAR Dataset.zip"
 
 _UCI_HAR = SOURCES["ucihar"]
 
-# In the order of inertial.npz: name prefix of the original files, unit, and largest absolute value of the sensor.
+# The sensors, in the order of inertial.npz. Each value contains the name prefix of the original files, the unit, and
+# the largest absolute value of the sensor.
 SENSORS = {
     "body_acc": ("body_acc", "g", 4.0),
     "gyro": ("body_gyro", "rad/s", 35.0),
@@ -54,7 +55,7 @@ def load_ucihar(
     standardize: Literal["sensor", "channel"] | None = "sensor",
     time_first: bool = False,
 ) -> ArrayDataset:
-    """UCI HAR: six activities of 30 people with a phone at the waist, in windows of 128 steps at 50 Hz.
+    """Load UCI HAR: six activities of 30 people with a phone at the waist, in windows of 128 steps at 50 Hz.
 
     Anguita et al. 2013, "A public domain dataset for human activity recognition using smartphones", ESANN. Windows last
     2.56 s and overlap by half, so neighboring windows of one person share samples. Three layouts are read, in this
@@ -200,7 +201,7 @@ def load_wesad(
     chunk: int = 32,
     normalize: Scale = "user",
 ) -> ArrayDataset:
-    """WESAD: four conditions of 15 people (baseline, stress, amusement, meditation), from a chest and a wrist device.
+    """Load WESAD: four conditions (baseline, stress, amusement, meditation) of 15 people, from one of two devices.
 
     Schmidt et al. 2018, "Introducing WESAD, a multimodal dataset for wearable stress and affect detection", ICMI. Three
     layouts are read, in this order: the publishers' synchronized pickles ``S2/S2.pkl``, and two layouts of the wrist

@@ -41,7 +41,7 @@ def chunk_recordings(
     classes: tuple[str, ...],
     path: Path,
     longest: str,
-    remedy: str = "Pass a smaller one.",
+    remedy: str = "Pass a smaller `chunk`.",
 ) -> ArrayDataset:
     """Return recordings as a dataset of chunks, shape ``(n, chunk, features)``, each within one stretch.
 

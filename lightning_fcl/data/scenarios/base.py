@@ -337,10 +337,10 @@ def order_to_indices(
     if not possible and -1 in by_position:
         entry = order[by_position.index(-1)]
         allowed_entries = (
-            f"{', '.join(names)}, or their positions from 0 to {len(names) - 1}," if names else "whole numbers"
+            f"{', '.join(names)}, or their positions from 0 to {len(names) - 1}" if names else "whole numbers"
         )
         raise UnknownNameError(
-            f"Expected `{argument}` to contain {allowed_entries} but got {entry}.",
+            f"Expected `{argument}` to contain {allowed_entries}, but got {entry}.",
             hint=did_you_mean(entry, names),
             argument=argument,
             value=entry,

@@ -74,14 +74,15 @@ class FLwFScenario(Scenario):
                 if self.num_rounds % len(sequence):
                     raise InvalidValueError(
                         f"Expected `num_rounds` to be a multiple of the number of tasks of client {client}, "
-                        f"{len(sequence)}.",
+                        f"{len(sequence)}, but got {self.num_rounds}.",
                         argument="num_rounds",
                     )
                 experiences[client].append(r * len(sequence) // self.num_rounds)
                 labels = sequence[experiences[client][-1]]
                 if self.samples_per_round % len(labels):
                     raise InvalidValueError(
-                        f"Expected `samples_per_round` to be a multiple of the {len(labels)} classes of a task.",
+                        f"Expected `samples_per_round` to be a multiple of {len(labels)}, the number of classes of a "
+                        f"task, but got {self.samples_per_round}.",
                         argument="samples_per_round",
                     )
                 current[client] = self._draw(remaining_rows, labels, self.samples_per_round // len(labels))
