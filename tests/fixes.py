@@ -1020,7 +1020,7 @@ ROWS |= {
         stream_of_arrays,
         {"client_ids": OWNER / 2, "partition": None},
         {"client_ids": OWNER.astype(str)},
-        "Convert it with `client_ids.astype(str)`",
+        "Convert `client_ids` with `client_ids.astype(str)`",
     ),
     "mean without std": Row(
         stream_of_arrays, {"x": images(), "mean": 0.5}, {"std": 0.25}, "Pass both `mean` and `std`"

@@ -197,7 +197,7 @@ ROWS |= {
         loaders_of,
         {"make": lambda data: [*DataLoader(data, batch_size=8)]},
         {"make": lambda data: DataLoader(data, batch_size=8)},
-        "Pass its dataset to `FederatedStream.from_arrays`.",
+        "Pass the dataset of the loader to `FederatedStream.from_arrays`.",
     ),
     "loader with its own batches": Row(
         loaders_of,

@@ -378,7 +378,7 @@ class FederatedStrategy(RanksStrategy):
             raise InvalidValueError(
                 "Expected `weights_only` to be True, but got False. The checkpoints of a federation contain only "
                 "tensors and plain values, so they can always be read with `weights_only=True`.",
-                hint="Leave `weights_only` out.",
+                hint="Leave it out.",
                 argument="weights_only",
             )
         load = super().load_checkpoint
