@@ -53,7 +53,9 @@ TRIED_ELSEWHERE: dict[str, list[str]] = {
     "Name them beside `data`, as in data=": [
         "tests/deployment/test_node_data.py::test_recipe_table_sets_columns_classes_and_scale",
     ],
-    "Name the file of this client.": ["tests/deployment/test_node_data.py::test_read_data_invalid_part_raises_with_fix"],
+    "Name the file of this client.": [
+        "tests/deployment/test_node_data.py::test_read_data_invalid_part_raises_with_fix"
+    ],
     "Remove the samples that the server does not use.": [
         "tests/deployment/test_node_data.py::test_read_data_invalid_part_raises_with_fix",
     ],

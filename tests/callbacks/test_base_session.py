@@ -214,7 +214,10 @@ def test_base_session_cache_gives_bitwise_same_state(run, tmp_path):
 
 
 def test_base_session_cache_full_disk_raises_and_leaves_no_file(run, tmp_path, full_disk):
-    with full_disk(4096), pytest.raises(OSError, match=r"bytes of free disk space for .*\.safetensors, but the disk is full"):
+    with (
+        full_disk(4096),
+        pytest.raises(OSError, match=r"bytes of free disk space for .*\.safetensors, but the disk is full"),
+    ):
         run({"cache_dir": str(tmp_path / "kept")})
     assert not files(tmp_path / "kept")
 
