@@ -30,7 +30,6 @@ told tried used waiting written of
 WORDS = frozenset(f"{PRONOUNS} {PREPOSITIONS} {PARTICIPLES}".split())
 # Names that an external interface requires: path, function and name.
 GIVEN = {
-    ("docs/_extensions/api_pages.py", "list_names", "what"),  # event of Sphinx's autodoc
     ("lightning_fcl/simulation/multiprocess.py", "reduce_boolean_decision", "all"),  # Strategy of Lightning
 }
 

@@ -54,7 +54,6 @@ PHRASES = {
     r"mends?|mended|mending": "fix",
     r"rehears(e|es|ed|al|als|ing)": "simulate, replay",
     r"has a meaning": "is defined",
-    r"in the mean": "on average",
 }
 """Phrases that have a plain equivalent in each place, and the equivalents."""
 PATTERNS = {re.compile(rf"\b({phrase})\b", re.I): plain for phrase, plain in PHRASES.items()}

@@ -12,9 +12,9 @@ from sphinx.application import Sphinx
 MODULES = re.compile(r"~(?:\w+\.)+(?=\w)")
 
 
-def list_names(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+def list_names(app: Sphinx, object_type: str, name: str, obj: object, options: object, lines: list[str]) -> None:
     """Add a table of public names, with the first line of each docstring, below the docstring of a package."""
-    if what == "module":
+    if object_type == "module":
         names = getattr(importlib.import_module(name), "__all__", ())
         lines += ["", ".. autosummary::", "   :nosignatures:", "", *(f"   {public}" for public in names), ""]
 

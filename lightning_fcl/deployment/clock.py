@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ssl
 import time
+from contextlib import closing
 from email.utils import parsedate_to_datetime
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
@@ -64,17 +65,16 @@ def _measure(address: str | None, certificates: Path | None, insecure: bool) -> 
         else:
             context = ssl.create_default_context(cafile=certificates)
             connection = HTTPSConnection(name, int(port), timeout=_TIMEOUT, context=context)
-        start_time = time.time()
-        connection.request("GET", "/")
-        date = connection.getresponse().headers["Date"]
-        current_time = (start_time + time.time()) / 2
+        with closing(connection):
+            start_time = time.time()
+            connection.request("GET", "/")
+            date = connection.getresponse().headers["Date"]
+            current_time = (start_time + time.time()) / 2
     except (OSError, HTTPException) as error:
         raise ConnectionFailedError(
             f"Expected a SuperLink at {address}, but the connection failed ({error}).",
             hint="Start the SuperLink, or correct `--superlink`, and `--insecure` or `--root-certificates`.",
         ) from error
-    finally:
-        connection.close()
     try:
         return current_time - (parsedate_to_datetime(date).timestamp() + 0.5)
     except (TypeError, ValueError) as error:

@@ -273,7 +273,7 @@ class NodePool:
             {} if node in self.members.compatible_nodes else {f"{MODEL}{n}": v for n, v in untransferred_state.items()}
         )
         server.record.add_download_bytes(client, sum(value.nbytes for value in state.values()))
-        client_fields = {"accepted": server.accepted.get(client, -1), "kept": once_entries.kept(client)}
+        client_fields = {"accepted": server.accepted.get(client, -1), "kept": once_entries.received_names(client)}
         head = {**self._head(federation, number), "kind": "train", "outline": asdict(outline), **client_fields}
         return Parcel(head, state)
 
@@ -450,7 +450,7 @@ def serve(
 
         def fit(self, model: L.LightningModule, **arguments: Any) -> None:
             if data is not None:
-                source = (data if isinstance(data, DataSource) else DataSource(data)).of_recipe(read_recipe(recipe))
+                source = (data if isinstance(data, DataSource) else DataSource(data)).with_recipe(read_recipe(recipe))
                 set_server_data(self.datamodule, read_data(source, self.datamodule.seed, for_server=True), clients)
             super().fit(model, **arguments)
 

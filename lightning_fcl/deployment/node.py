@@ -92,7 +92,7 @@ class Node:
     ) -> None:
         self.client = client
         self._recipe = recipe
-        self._data = (data if isinstance(data, DataSource) else DataSource(data)).of_recipe(recipe)
+        self._data = (data if isinstance(data, DataSource) else DataSource(data)).with_recipe(recipe)
         self._folder = Path(folder) if folder is not None else cache_folder() / "nodes"
         self._print = recipe_fingerprint(recipe)
 
@@ -193,7 +193,7 @@ class NodeServer(FederatedServer):
         )
         uploads, is_accepted, _, _ = self.encode(self.trained, states, messages)
         if all(is_accepted):
-            self.answer = {name: value.detach().clone() for name, value in uploads.sent(0).items()}
+            self.answer = {name: value.detach().clone() for name, value in uploads.client_tensors(0).items()}
         return is_accepted
 
 

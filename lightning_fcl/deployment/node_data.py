@@ -75,7 +75,7 @@ class DataSource:
     init_args: Mapping[str, Any] = field(default_factory=dict)
     classes: tuple[str, ...] | None = None
 
-    def of_recipe(self, recipe: Mapping[str, Any]) -> DataSource:
+    def with_recipe(self, recipe: Mapping[str, Any]) -> DataSource:
         """Return this source with the recipe's class names, and with the recipe's values of missing table arguments."""
         classes = recipe["data"].get("classes")
         table = {**table_in(recipe["data"].get("data")), **self.table}

@@ -131,7 +131,7 @@ class Pipeline:
     def received(
         self, clients: ClientRounds, weight: float, tensors: Mapping[str, Tensor], optional: Collection[str]
     ) -> Uploads:
-        """Return the upload of one client from the tensors that it sent, see `Uploads.sent`.
+        """Return the upload of one client from the tensors that it sent, see `Uploads.client_tensors`.
 
         Args:
             clients: The client.

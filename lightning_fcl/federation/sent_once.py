@@ -41,7 +41,7 @@ class SentOnce:
         self.sizes = {name: value.nbytes for name, value in download_state.items() if reductions[name].once}
         return {name: value for name, value in download_state.items() if name not in self.sizes}
 
-    def kept(self, client: str) -> list[str]:
+    def received_names(self, client: str) -> list[str]:
         """Return the names of the entries that a client has received and keeps."""
         return [name for name in self.received.get(client, ()) if name in self.sizes]
 
@@ -55,7 +55,7 @@ class SentOnce:
 
     def kept_bytes(self, client: str) -> int:
         """Return the bytes of the entries that a client has received and keeps."""
-        return sum(self.sizes[name] for name in self.kept(client))
+        return sum(self.sizes[name] for name in self.received_names(client))
 
     def note(self, record: RoundRecord) -> None:
         """Record that all clients of a round have received the entries, except dropped clients."""

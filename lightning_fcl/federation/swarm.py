@@ -51,7 +51,7 @@ class Swarm:
             if round_idx < 0:
                 raise InvalidValueError(
                     f"Expected rounds of `missed_rounds` and `leaves_at` to be at least 0, but got {round_idx}.",
-                    argument="leaves_at" if round_idx in self.leaves_at.values() else "missing",
+                    argument="leaves_at" if round_idx in self.leaves_at.values() else "missed_rounds",
                     value=round_idx,
                 )
 

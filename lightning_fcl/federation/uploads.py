@@ -198,7 +198,7 @@ class Uploads:
         coded = {f"{name}/{part}": value for name, code in self.codes.items() for part, value in code.tensors.items()}
         return {**self.values, **coded}
 
-    def sent(self, row: int) -> State:
+    def client_tensors(self, row: int) -> State:
         """Return the packed tensors that one client sends, by name. Their size is the size of the upload."""
         state = {
             name: self.reductions[name].pack(value[row])
@@ -212,7 +212,7 @@ class Uploads:
         return state
 
     def nbytes(self) -> list[int]:
-        """Return the number of bytes that each client sends, which is the size of the tensors in `sent`."""
+        """Return the number of bytes that each client sends, which is the size of the tensors in `client_tensors`."""
         reductions = self.reductions
         static_values = [value for name, value in self.values.items() if reductions[name].has_static_size]
         static_nbytes = sum(

@@ -1,4 +1,4 @@
-"""Ridge regression on the features of a frozen network: clients upload sums of statistics, and nothing is forgotten."""
+"""Ridge regression on the features of a frozen network, solved from the summed statistics of all clients."""
 
 from __future__ import annotations
 
@@ -362,7 +362,7 @@ class RidgeTrainer:
                 self._warned.add(client_round.client_id)
                 log.warning(
                     "Client %s uploads statistics of %d samples, fewer than `min_samples`=%d, which can reveal its "
-                    "data. Give the client more samples, or use secure aggregation.",
+                    "data. Give the client more samples, or leave the client out.",
                     client_round.client_id,
                     n,
                     module.min_samples,

@@ -111,7 +111,7 @@ def test_read_data_invalid_arrays_raise(tmp_path):
         "labels that are numbers": ({"x": rows, "y": np.arange(4)}, "`y` contains class numbers"),
         "no samples": ({"x": rows[:0], "y": np.array([], dtype="U1")}, "it contains 0 samples"),
         "no targets": ({"x": rows}, "not `x` and `y`"),
-        "numbers that are not finite": ({"x": rows * np.nan, "y": np.array(["0"] * 4)}, "non-finite"),
+        "non-finite numbers": ({"x": rows * np.nan, "y": np.array(["0"] * 4)}, "non-finite"),
         "fewer targets": ({"x": rows, "y": np.array(["0"] * 3)}, r"own.npz to contain numbers or text of shape \(4,\)"),
         "a single target": ({"x": rows, "y": np.array("0")}, r"but got <U1 of shape \(\)"),
         "targets of bytes": ({"x": rows, "y": np.array([b"0"] * 4)}, r"but got \|S1"),

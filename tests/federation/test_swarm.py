@@ -287,7 +287,7 @@ def test_swarm_reservoir_with_missed_sync_raises(fit, make_series_stream, make_r
     [
         ({"missed_sync_prob": 1.0}, "missed_sync_prob"),
         ({"missed_sync_prob": -0.1}, "missed_sync_prob"),
-        ({"missed_rounds": {"a": [0, -1]}}, "missing"),
+        ({"missed_rounds": {"a": [0, -1]}}, "missed_rounds"),
         ({"leaves_at": {"a": -2}}, "leaves_at"),
     ],
 )

@@ -38,7 +38,7 @@ class Probe(UploadTransform):
     def encode(self, uploads):
         counts = self.rounds.setdefault(uploads.clients.round_idx, {})
         for row, client in enumerate(uploads.clients.client_ids):
-            counts[client] = sum(value.nbytes for value in uploads.sent(row).values())
+            counts[client] = sum(value.nbytes for value in uploads.client_tensors(row).values())
 
 
 class Clip(UploadTransform):
@@ -426,7 +426,7 @@ def test_server_decodes_upload_of_node_as_in_simulation(transforms):
     parts = ClientRounds.from_rounds(client_rounds("a"))
     client, server = (server_of(transforms, extra)[0] for _ in range(2))
     sent, _, _, _ = client.encode(parts, states)
-    tensors = sent.sent(0)
+    tensors = sent.client_tensors(0)
     arrived = server.received(parts, tensors)
     server.decode(arrived)
     assert server.accept(arrived) == [True] == simulated.upload(parts, states)
@@ -467,7 +467,7 @@ def test_accept_drops_non_finite_upload_of_node(transforms):
         parts, states = ClientRounds.from_rounds(client_rounds(name)), uploads_of(server, 1)
         states["M.mask"] = server.state["M.mask"][None].clone()
         sent, _, _, _ = client.encode(parts, states)
-        tensors = sent.sent(0)
+        tensors = sent.client_tensors(0)
         if not fine:
             tensors = {
                 n: v.fill_(torch.nan) if n.startswith("weight") and v.is_floating_point() else v

@@ -410,7 +410,7 @@ def test_reservoir_client_below_min_samples_warns_once(
     messages = [record.getMessage() for record in caplog.records if record.name.startswith("lightning_fcl")]
     assert messages == [
         f"Client 0 uploads statistics of {sizes[0]['0']} samples, fewer than `min_samples`={limit}, which can reveal "
-        "its data. Give the client more samples, or use secure aggregation."
+        "its data. Give the client more samples, or leave the client out."
     ]
     caplog.clear()
     # With `upload="weights"`, clients upload no statistics.
