@@ -96,7 +96,7 @@ FIT = [
     ("early.yaml", "a logged metric, but got server/acuracy. Did you mean server/accuracy?"),
     ("best.yaml", "a logged metric, but got server/acuracy. Did you mean server/accuracy?"),
     ("twice.yaml", "Expected each method once, but got `Replay` 2 times. Keep one `Replay`, and remove the others."),
-    ("--model.model.sizes [63,10]", "Expected `model` to take samples of the data, of shape (1, 8, 8), but MLP gave"),
+    ("--model.model.sizes [63,10]", "Expected `model` to take samples of the data, of shape (1, 8, 8), but MLP raised"),
     ("--model.model.sizes 64", "Expected `sizes` to be a list of whole numbers, but got 64. Pass a list"),
     ("--model.num_classes ten", 'Expected `num_classes` to be a whole number, but got "ten". Pass a whole number.'),
     ("--trainer.accelerator tpu", "Use `--trainer.accelerator cpu`"),

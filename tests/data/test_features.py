@@ -289,7 +289,7 @@ def test_data_show_and_edge_report_compute_no_features(tmp_path, cache, capsys):
     recipe = write_recipe(tmp_path)
     main(["data", "show", recipe])
     main(["edge-report", recipe])
-    assert "A sample is 1 x 8 x 8;" in capsys.readouterr().out
+    assert "A sample has the shape 1 x 8 x 8." in capsys.readouterr().out
     assert not cache.exists()
 
 

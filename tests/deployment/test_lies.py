@@ -160,7 +160,7 @@ def test_max_samples_and_max_update_norm_limit_uploads(prepared, wire):
     sizes = [len(np.load(prepared.folder / "data" / f"{client}.npz")["y"]) for client in prepared.clients]
     assert rounds[0]["upload_limits"] == {"max_samples": max(sizes), "max_update_norm": 1000.0}
     report = (prepared.folder / "first" / "report.html").read_text()
-    assert "limits of an update" in report and f"{max(sizes):,}" in report
+    assert "limit of an upload" in report and f"{max(sizes):,}" in report
     short = {"min_clients": 3, "round_timeout": 0, "join_timeout": 0.1}
     with pytest.raises(RuntimeError, match="a whole number from 0 to 5, but got"):
         prepared.serve(wire(nodes), max_samples=5, **short)

@@ -181,7 +181,7 @@ def test_unknown_labels_are_rejected_and_stay_on_node(deployed, wire, caplog):
     found = deployed.rounds()[0]["dropped"]
     assert "got the error `unknown-name` about `y`" in found["1"] and "eleven" not in found["1"]
     said = [record.getMessage() for record in caplog.records if record.name == "lightning_fcl.deployment.node"]
-    assert any("Expected the labels of client 1 among" in line and "eleven" in line for line in said)
+    assert any("Expected the labels of client 1 to be among" in line and "eleven" in line for line in said)
 
 
 @pytest.mark.seconds

@@ -397,7 +397,7 @@ def test_recipe_with_fedbuff_reports_simulated_time(recipe, tmp_path, capsys):
     page = (tmp_path / "out" / "report.html").read_text()
     assert f"<td>{total:.1f} s</td><td>duration by the clock of the timing simulation" in page
     assert "<td>0</td><td>number of late uploads in the timing simulation" in page
-    assert "seconds since the beginning" in page
+    assert "simulated time since the start (s)" in page
     strategy = yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())["trainer"]["strategy"]
     kept = strategy["init_args"]["synchronization"]
     assert kept["class_path"].endswith("FedBuff") and kept["init_args"]["staleness_exponent"] == 0.5
