@@ -21,13 +21,14 @@ State = dict[str, Tensor]
 class Accumulator(Protocol):
     """Aggregates the uploads of one round for all entries that have the same reduction, a few clients at a time.
 
-    Uploads can arrive in any order. Sums with `lightning_fcl.federation.exact_sum.ExactSums` do not depend on it.
+    The result must not depend on the order in which the uploads arrive. Sums of
+    `lightning_fcl.federation.exact_sum.ExactSums` have this property.
     """
 
     def update(self, values: Mapping[str, Tensor], weights: Sequence[float]) -> None:
         """Add the uploads of some clients, each entry of shape (clients, ...).
 
-        The tensors belong to the clients. Copy each tensor that the accumulator keeps.
+        Do not change the tensors, and copy each tensor that the accumulator keeps.
         """
 
     def compute(self, server: Mapping[str, Tensor]) -> State:
@@ -51,7 +52,7 @@ class Reorders(Protocol):
     """An `Accumulator` whose result can depend on the order of the uploads."""
 
     def reorder(self, order: Sequence[int]) -> None:
-        """Sort the uploads into the order of the clients. ``order`` lists their current positions."""
+        """Sort the uploads by client. ``order`` contains the current position of each upload, in the new order."""
 
 
 @runtime_checkable
@@ -90,7 +91,7 @@ class GatheringAccumulator:
             self._rows.setdefault(name, []).extend(rows)
 
     def reorder(self, order: Sequence[int]) -> None:
-        """Reorder the uploads of each entry. ``order`` lists their current positions."""
+        """Reorder the uploads of each entry. ``order`` contains the current position of each upload, in the new order."""
         self._rows = {name: [rows[place] for place in order] for name, rows in self._rows.items()}
 
     def compute(self, server: Mapping[str, Tensor]) -> State:
@@ -108,7 +109,7 @@ class WeightedMean:
     def __init__(self) -> None:
         self._sums = ExactSums()
         self._weights: list[float] = []
-        # The sums of the last client group. If there is only one group, `compute` uses them without an exact sum.
+        # The sums of the last client group. If there is only one group, `compute` divides its sums directly.
         self._group_sums: GroupSums = {}
 
     def update(self, values: Mapping[str, Tensor], weights: Sequence[float]) -> None:
@@ -116,7 +117,7 @@ class WeightedMean:
         self._weights += weights
 
     def update_group(self, values: Mapping[str, Tensor], sums: GroupSums, weights: Sequence[float]) -> None:
-        """Add a group of vectorized clients. ``sums`` replaces the values of the entries that it contains."""
+        """Add a group of vectorized clients. For the entries in ``sums``, the sums are added in place of ``values``."""
         self._add_last_cohort()
         self._group_sums = {name: sums[name] for name in values if name in sums}
         self.update({name: value for name, value in values.items() if name not in self._group_sums}, weights)
@@ -143,7 +144,10 @@ class WeightedMean:
 
 
 class SparseMeans:
-    """The weighted mean of each element over the clients whose value is not zero."""
+    """The weighted mean of each element over the clients whose value is not zero.
+
+    An element that is zero for all clients keeps the server's value.
+    """
 
     def __init__(self) -> None:
         self._sums, self._weights = ExactSums(), ExactSums()

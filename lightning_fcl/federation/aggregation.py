@@ -43,7 +43,11 @@ ReductionRules = Mapping[str, str | Reduction]
 """Reductions (names or objects) by shell-style pattern of entry names, such as ``{"head.*": "local"}``."""
 
 ClientWeights = Literal["samples", "trained_samples", "uniform"] | dict[str, float]
-"""Weight of a client in means: its samples, all samples that it trained on, 1, or a given number per client."""
+"""Weight of each client in means.
+
+``"samples"``: the client's number of samples in the round. ``"trained_samples"``: the number of samples on which the
+client trained, including replay samples. ``"uniform"``: 1. A dict contains a number for each client.
+"""
 
 
 def state_tensors(module: nn.Module) -> State:
@@ -172,15 +176,15 @@ def get_reductions(module: nn.Module, rules: ReductionRules | None = None) -> di
     if not (
         isinstance(module_rules, Mapping) and all(isinstance(given, str | Reduction) for given in module_rules.values())
     ):
-        # This attribute of the user's module has another meaning.
+        # In this module, the attribute `reductions` has a different meaning.
         module_rules = {}
     return assign_reductions(state_tensors(module), module_rules, rules or {})
 
 
 def frozen_parameters(module: nn.Module, reductions: Mapping[str, Reduction]) -> list[str]:
-    """Return the names of the frozen parameters that clients both download and upload.
+    """Return the names of the frozen parameters that clients download, start from and upload.
 
-    A client only needs to send such a parameter if training has changed the parameter.
+    A client uploads such a parameter only if training has changed it.
     """
     # The state of a module can omit some parameters.
     frozen = [name for name, p in module.named_parameters() if not p.requires_grad and name in reductions]
@@ -215,7 +219,7 @@ class UpdateSums:
 
     Args:
         reductions: The reduction of each entry.
-        mask: The transform that lets the server see only sums of encoded updates, if there is one.
+        mask: The transform with ``sums_only``, for which the server adds encoded updates. None: there is no mask.
     """
 
     def __init__(self, reductions: Mapping[str, Reduction], mask: UploadTransform | None = None) -> None:
@@ -226,7 +230,7 @@ class UpdateSums:
         self._weights: list[float] = []
 
     def update(self, updates: Mapping[str, Tensor], weights: Sequence[float]) -> None:
-        """Add the updates of some clients, each of shape (clients, ...), or the tensors that a mask made of them."""
+        """Add the updates of some clients, each of shape (clients, ...). With a mask, add the encoded updates."""
         self._weights += weights
         if self._encoded is not None:
             self._encoded.update(updates, weights)
@@ -261,9 +265,9 @@ class UpdateSums:
 
 
 def apply_sums(server: Mapping[str, Tensor], sums: Sums) -> State:
-    """Return the server's values plus the sums, each divided by its denominator.
+    """Divide each sum by its denominator, and return the server's values plus the results.
 
-    The result omits entries whose denominator is 0.
+    The returned state omits entries whose denominator is 0. Elements that are non-finite on the server do not change.
     """
     state: State = {}
     for name, value in sums.values.items():
@@ -288,9 +292,8 @@ def _wide(value: Tensor) -> torch.dtype:
 class Aggregator:
     """Aggregates the uploads of one round. Each entry is combined by its reduction.
 
-    The result does not depend on the order of the uploads. Reductions that keep all uploads get them in the order of
-    the client indices. Other built-in reductions compute exact sums. Entries with the same reduction share an
-    accumulator.
+    The result does not depend on the order of the uploads. An accumulator that keeps all uploads sorts them by client
+    index. The other built-in accumulators compute exact sums. Entries with equal reductions share an accumulator.
     """
 
     def __init__(self, reductions: Mapping[str, Reduction], pipeline: Pipeline | None = None) -> None:
@@ -322,7 +325,7 @@ class Aggregator:
             uploads: The uploads, each entry of shape (clients, ...).
             weights: Weight of each client in means.
             client_indices: Index of each client in the federation.
-            sums: Weighted sums of entries if the clients trained vectorized, see `weighted_sums`.
+            sums: Weighted sums of entries over these clients, if they trained vectorized. See `weighted_sums`.
         """
         if self.sums is not None:
             self.sums.update(uploads, weights)
@@ -336,9 +339,10 @@ class Aggregator:
         self.num_uploads += len(weights)
 
     def weighted_sums(self, uploads: Mapping[str, Tensor], weights: Sequence[float]) -> GroupSums:
-        """Return the weighted sums of vectorized clients, for entries whose accumulator accepts such sums.
+        """Return the weighted sums of floating-point entries over vectorized clients.
 
-        If a sum is finite, all its terms are finite.
+        The result contains only entries whose accumulator accepts weighted sums. If a sum is finite, all its terms are
+        finite.
         """
         summed = [n for names, accumulator in self._groups if isinstance(accumulator, AddsClientGroups) for n in names]
         return {n: weighted_sum(uploads[n], weights) for n in summed if uploads[n].is_floating_point()}
@@ -355,7 +359,10 @@ class Aggregator:
         return {name: plain_tensor(uploads[name]) for name in names}
 
     def zero_non_finite(self, uploads: State, names: Sequence[str]) -> State:
-        """Return uploads with 0 for the non-finite elements of some entries. These elements keep the server's value."""
+        """Return the uploads with 0 in place of each non-finite element of the named entries.
+
+        In the new server state, these elements keep the server's value.
+        """
         for name in names:
             sound = torch.isfinite(uploads[name])
             self._aside[name] = ~sound.all(dim=0) | self._aside.get(name, False)

@@ -32,7 +32,7 @@ class Speed:
         seconds_per_sample: Seconds of local training for each sample of each local epoch. None: unknown.
         upload_bandwidth: Upload bandwidth in bytes per second. None: uploads take no time.
         download_bandwidth: Download bandwidth in bytes per second. None: downloads take no time.
-        latency: Constant time of each round in seconds, such as for waking up and connecting.
+        latency: Fixed time in seconds that is added to each round, for example for waking up and connecting.
 
     Raises:
         ValueError: If a number is negative or non-finite, or a bandwidth is 0.
@@ -87,30 +87,31 @@ _FIELDS = tuple(field.name for field in fields(Speed))
 
 
 class ClientSpeeds:
-    """The speeds of a federation's clients: typical values, random differences, and values for single clients.
+    """The speeds of a federation's clients: typical values, random differences, and explicit values for some clients.
 
-    A client without its own values has the typical values times two random factors, one for its training time and one
-    for its transfer times. The factors stay the same in all rounds. All random numbers depend only on the federation's
-    seed, the client's name and the round.
+    If a client has no explicit values, its training time is the typical time multiplied by a random factor. Its
+    transfer times are multiplied by a second random factor. Both factors stay the same in all rounds. All random
+    numbers depend only on the federation's seed, the client's name and the round.
 
     Args:
         seconds_per_sample: Seconds of local training of the typical client for each sample of each local epoch. None:
-            every client has its own value.
+            every client needs an explicit value.
         upload_bandwidth: Typical upload bandwidth in bytes per second. None: uploads take no time.
         download_bandwidth: Typical download bandwidth in bytes per second. None: downloads take no time.
-        latency: Typical constant time of each round in seconds, such as for waking up and connecting.
-        spread: Standard deviation of the logarithm of the clients' factors. Their median is 1. With 0.5, one client in
-            six takes more than 1.65 times the typical time.
-        variation: Standard deviation of the logarithm of another factor with median 1. This factor multiplies the whole
-            time of a round. It is random for each client and round.
-        per_client: Values for single clients, by client name and argument name. Missing values are the typical ones.
-            ``spread`` does not change these clients.
-        path: YAML file with values as in ``per_client``, or CSV file with a column ``client`` and columns named like
-            the arguments. An empty cell means the typical value. ``per_client`` overrides the file.
-
+        latency: Typical fixed time in seconds that is added to each round, for example for waking up and connecting.
+        spread: Standard deviation of the logarithm of both random factors. Their median is 1. With 0.5, about one
+            client in six takes more than 1.65 times the typical time.
+        variation: Standard deviation of the logarithm of a third random factor with median 1. This factor multiplies
+            the total time of a round. It differs for each client and round.
+        per_client: Explicit values, by client name and argument name. A missing value is the typical value. ``spread``
+            does not change the values of these clients.
+        path: YAML file with values in the format of ``per_client``, or CSV file with a column ``client`` and columns
+            named like the arguments of `Speed`. An empty cell means the typical value. ``per_client`` overrides the
+            file.
     Raises:
         ValueError: If a number is out of range, or a name in ``per_client`` or in the file is not an argument.
-        FileNotFoundError: If there is no file at ``path``.
+        ValueError: If a number is out of range, or a name in ``per_client`` or in the file is not an argument of
+            `Speed`.
 
     Example:
         >>> speeds = ClientSpeeds(0.01, latency=1, per_client={"client1": {"seconds_per_sample": 0.1}})
@@ -147,7 +148,7 @@ class ClientSpeeds:
 
     @property
     def explicit_clients(self) -> list[str]:
-        """The clients with their own values. Each must be a client of the stream."""
+        """The clients with explicit values. Each must be a client of the stream."""
         return [*self.per_client]
 
     def check_clients(self, clients: tuple[str, ...]) -> None:
@@ -161,7 +162,7 @@ class ClientSpeeds:
             )
 
     def for_client(self, client: str, seed: int) -> Speed:
-        """Return the speed of a client."""
+        """Return the speed of a client. It includes the random ``spread``, and not the ``variation`` of a round."""
         if client in self._speeds or not self.spread:
             return self._speeds.get(client, self.typical)
         compute, link = (_factor(self.spread, seed, "speed", part, client) for part in ("compute", "link"))
@@ -175,7 +176,7 @@ class ClientSpeeds:
         return whole * _factor(self.variation, seed, "speed", "round", client, round_idx) if self.variation else whole
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return the values, for checkpoints. The values of single clients are included as one digest."""
+        """Return the values, for checkpoints. The explicit values of all clients are included as one hash."""
         digest = (
             hashlib.sha256(json.dumps(self.per_client, sort_keys=True).encode()).hexdigest()[:16]
             if self.per_client

@@ -32,18 +32,19 @@ RESIDUAL_SECTION = "unsent"
 """Section with the entries that a client could not send, because it missed a synchronization."""
 
 PROGRESS = "progress"
-"""Section with the rounds that a client has trained in."""
+"""Section with the rounds in which a client has trained, and with the experience of its latest round."""
 
 WITHIN, SENT, SENDING = "/within", "/sent", "/sending"
-"""Suffixes of the names of sections with a method's state within the current experience.
+"""Suffixes of section names. These sections contain a method's state within the current experience.
 
-``WITHIN``: the state with which the client trains in further rounds of the experience. The method's own section
-contains the result for the experience. ``SENT``: the client's contribution to the sums of the experience. ``SENDING``:
-the same, including the latest upload. It counts if the server accepted that upload.
+``WITHIN``: the state with which the client continues in further rounds of the experience. The section without a suffix
+contains the method's result for the experience. ``SENT``: the contribution of the client's accepted
+uploads to the sums of the experience. ``SENDING``: this contribution including the latest upload. ``SENDING`` replaces
+``SENT`` if the server accepted the latest upload.
 """
 
 RESULT = "result."
-"""Prefix of the entries of ``PROGRESS`` that mark the methods' sections with a result."""
+"""Prefix of entry names in ``PROGRESS``. ``result.NAME`` marks that section ``NAME`` contains a method's result."""
 
 _SUFFIX = ".safetensors"
 # Suffix of the names of images that are stored as uint8 pixels.
@@ -54,12 +55,12 @@ _MARK = "|uint8"
 class PixelEncoding:
     """Converts normalized images to their uint8 pixels and back to identical numbers.
 
-    Pixels need a quarter of the memory of single-precision numbers. Tensors of another shape stay unchanged, and so do
-    images that conversion would change.
+    Pixels need a quarter of the memory of single-precision numbers. Tensors of a different shape or dtype are stored
+    unchanged. Images are also stored unchanged if the conversion back would not return identical numbers.
 
     Args:
-        mean: Mean of the pixels, used for normalization.
-        std: Standard deviation of the pixels, used for normalization.
+        mean: Mean of the pixels (from 0 to 255), used for normalization.
+        std: Standard deviation of the pixels (from 0 to 255), used for normalization.
         shape: Shape of one image.
     """
 
@@ -97,8 +98,8 @@ class ClientStore:
 
     Args:
         kind: ``"memory"`` or ``"disk"``.
-        folder: Folder of the files. The files of a round survive a power failure after `sync` or `commit_round`.
-            Default: a temporary folder, which is removed at the end and is never synchronized.
+        folder: Folder of the files for ``"disk"``. The files of a round survive a power failure after `sync` or
+            `commit_round`. Default: a temporary folder, which is deleted at the end and is never synchronized.
     """
 
     def __init__(self, kind: Literal["memory", "disk"] = "memory", folder: str | Path | None = None) -> None:
@@ -122,7 +123,7 @@ class ClientStore:
                 self._folder.mkdir(parents=True, exist_ok=True)
 
     def store_as_uint8(self, scale: tuple[Tensor, Tensor, tuple[int, ...]] | None) -> None:
-        """Store images in client states as uint8 pixels, see `PixelEncoding`. Convert states that are already stored.
+        """Store images in client states as uint8 pixels (see `PixelEncoding`). Convert the states in the store.
 
         Args:
             scale: Mean, standard deviation and shape of an image. None: store images unchanged.
@@ -190,13 +191,16 @@ class ClientStore:
         self._before = {}
 
     def sync(self) -> None:
-        """Synchronize the files written since the last call to the disk, unless the folder is temporary."""
+        """Flush the files that were written since the last call, so that they survive a power failure.
+
+        Files in a temporary folder are not flushed.
+        """
         if self._lasting:
             sync_files(self._written)
         self._written.clear()
 
     def commit_round(self) -> None:
-        """End the round and keep its client states. They cannot be rolled back anymore."""
+        """End the round and keep its client states. The round cannot be rolled back anymore."""
         self.sync()
         for client, previous_state in (self._before or {}).items():
             if previous_state is not None and self._folder is not None:
@@ -230,7 +234,7 @@ class ClientStore:
         return self._path(client).with_suffix(".before")
 
     def get_section(self, client: str, section: str) -> StateSection:
-        """Return a section of a client's state. The section of a method has the name of its class."""
+        """Return a section of a client's state, or {}. The section of a method has the name of the method's class."""
         return self[client].get(section, {})
 
     def set_section(self, client: str, section: str, values: StateSection) -> None:
@@ -253,7 +257,10 @@ class ClientStore:
         return self._folder is None
 
     def share_folder(self, ranks: Ranks) -> None:
-        """Use the folder of rank 0 from now on. Only rank 0 then writes changes that concern all clients."""
+        """Make the stores of all ranks use the folder of rank 0. A store in memory does not change.
+
+        Afterwards, only rank 0 changes files in `replace_all` and `store_as_uint8`, because all ranks share the files.
+        """
         self._folder = ranks.all_gather_object(self._folder)[0]
         self._first = self.is_in_memory or ranks.rank == 0
 
@@ -263,7 +270,7 @@ class ClientStore:
             self._path(client).unlink(missing_ok=True)
 
     def replace_all(self, states: Mapping[str, ClientState]) -> None:
-        """Replace the states of all clients. If ranks share a folder, rank 0 does it, and other ranks do nothing."""
+        """Replace the states of all clients. If ranks share a folder, only rank 0 writes the files."""
         if not isinstance(states, Mapping) or not all(
             isinstance(own, Mapping) and all(isinstance(section, Mapping) for section in own.values())
             for own in states.values()
@@ -287,12 +294,12 @@ class ClientStore:
 
 
 def trained_rounds(client_state: ClientState) -> list[int]:
-    """Return the rounds that a client has trained in, ascending. The list is empty if the state does not have them."""
+    """Return the rounds in which a client has trained, ascending. Return [] if the state contains no rounds."""
     return client_state[PROGRESS]["rounds"].tolist() if PROGRESS in client_state else []
 
 
 def with_progress(client_state: ClientState, round_idx: int, experience: int) -> StateSection:
-    """Return a client's progress section with one more round."""
+    """Return a client's progress section after one more round."""
     rounds = torch.tensor([round_idx])
     if PROGRESS in client_state:
         rounds = torch.cat([client_state[PROGRESS]["rounds"], rounds])
@@ -300,21 +307,21 @@ def with_progress(client_state: ClientState, round_idx: int, experience: int) ->
 
 
 def has_result(client_state: ClientState, section: str) -> bool:
-    """Return whether a method's section has the result for the client's latest experience."""
+    """Return whether a method's section contains the result for the client's latest experience."""
     return RESULT + section in client_state.get(PROGRESS, {})
 
 
 def enter_round(client_state: ClientState, experience: int, accepted: int) -> ClientState:
     """Return a client's state at the start of a round.
 
-    In a further round of the same experience, each method continues with its state within the experience. When the
-    client enters another experience, the results for the earlier experience stay, and the state within the earlier
+    In a further round of the same experience, each method with a result continues with its state within the experience.
+    If the client starts another experience, the results for the earlier experience stay. The state within the earlier
     experience is removed.
 
     Args:
         client_state: The client's stored state.
         experience: The client's experience in the round.
-        accepted: The latest round in which the server accepted an upload of the client. -1 if there is none.
+        accepted: The latest round in which the server accepted an upload of the client. -1 if no upload was accepted.
 
     Example:
         >>> progress = {**with_progress({}, round_idx=3, experience=1), "result.EWC": torch.tensor(True)}
@@ -340,7 +347,9 @@ def enter_round(client_state: ClientState, experience: int, accepted: int) -> Cl
 
 
 def local_tensors(client_state: ClientState, device: torch.device) -> StateSection:
-    """Return the tensors that a client uses in place of the server's: its local entries and its unsent entries.
+    """Return the tensors that a client uses in place of the server's tensors.
+
+    They are the client-local entries, and the entries that the client could not upload.
 
     Example:
         >>> local_tensors({"model": {"head": torch.ones(1)}}, torch.device("cpu"))
@@ -354,7 +363,7 @@ def local_tensors(client_state: ClientState, device: torch.device) -> StateSecti
 
 
 def _checksum(client: str, tensors: Mapping[str, Tensor]) -> str:
-    """Return the checksum of a client's name and of the names, dtypes, shapes and values of its tensors."""
+    """Return a checksum of a client's name and its tensors. It includes the names, dtypes, shapes and values."""
     digest = hashlib.sha256(client.encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"\x1e{name}\x1f{tensor.dtype}\x1f{tuple(tensor.shape)}\x1f".encode())

@@ -1,9 +1,10 @@
 """Compression of uploads with error feedback.
 
-A client's *update* of an entry is its state minus the state with which it started, plus the residual of earlier rounds.
-The client sends a code of the update, and the server decodes it. The client keeps the *residual*: the update minus the
-decoded update (Seide et al., 2014; Stich et al., 2018, "Sparsified SGD with memory", Algorithm 1). Therefore the sum of
-the decoded updates differs from the sum of all updates by at most one residual.
+A client's *update* of an entry is the client's value minus the value at the start of the round, plus the residual of
+earlier rounds. The client sends the encoded update, and the server decodes it. The *residual* is the update minus the
+decoded update. The client stores it (Seide et al., 2014; Stich et al., 2018, "Sparsified SGD with memory", Algorithm 1).
+Therefore, over all rounds, the sum of a client's decoded updates differs from the sum of its changes only by the last
+residual.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ RESIDUAL = "residual"
 class Compression(UpdateCodec, ABC):
     """Lossy compression of updates with error feedback. Each entry is compressed separately.
 
-    A trainable parameter is compressed if its code is shorter than the parameter. Its reduction must be
-    ``compressible``. Buffers are sent uncompressed, because the residual of a variance could make it negative. A
-    subclass defines the code.
+    A trainable parameter is compressed if the encoded update is shorter than the parameter. The reduction of each
+    trainable parameter must be ``compressible``. Buffers are sent uncompressed, because a residual could make a
+    variance negative. A subclass defines the encoding.
     """
 
     keeps_state = True
 
     @abstractmethod
     def compress(self, updates: Tensor) -> State:
-        """Return the tensors to send in place of the updates of several clients, shape (clients, n)."""
+        """Return the encoded updates of several clients. ``updates`` has shape (clients, n)."""
 
     def should_compress(self, value: Tensor) -> bool:
-        """Return whether the code of a tensor is shorter than the tensor. Otherwise the tensor is sent uncompressed."""
+        """Return whether the encoded update of a tensor is shorter than the tensor. If not, the tensor is not encoded."""
         return self.nbytes(value.numel(), value.element_size()) < value.nbytes
 
     def codes(self, name: str, setting: Setting) -> bool:
@@ -83,12 +84,13 @@ class Compression(UpdateCodec, ABC):
 class TopK(Compression):
     """Compression that sends only the elements with the largest absolute values of each entry's update.
 
-    Of n elements, ``fraction * n`` are sent, rounded up. Their positions need 4 bytes each, or one bit for each of the
-    n elements, whichever is shorter. With ``bits``, the elements are also quantized as in `Quantize`.
+    From n elements, ``fraction * n`` are sent, rounded up. The positions of these elements are sent as 4 bytes per sent
+    element, or as one bit for each of the n elements, whichever is shorter. With ``bits``, the sent elements are also
+    quantized as in `Quantize`.
 
     Args:
-        fraction: Fraction of an entry's elements that are sent, above 0 and at most 1. With 1 and without ``bits``,
-            the code is not shorter than the entry, so entries are sent uncompressed.
+        fraction: Fraction of an entry's elements that are sent, above 0 and at most 1. With ``fraction=1`` and without
+            ``bits``, entries are sent uncompressed, because the encoded update would not be shorter.
         bits: Bits per element, from 2 to 16. None: elements are not quantized.
 
     Raises:
@@ -135,14 +137,14 @@ class TopK(Compression):
         if "mask" in tensors:
             mask = unpack_mask(tensors["mask"], n)
             if not bool((mask.sum(dim=1) == k).all()):
-                raise InvalidValueError(f"Expected {k} positions of elements in a code, but got another number.")
+                raise InvalidValueError(f"Expected {k} positions of elements in an encoded update, but got a different number.")
             positions = mask.nonzero()[:, 1].view(len(values), k)
         else:
             positions = tensors["positions"].long()
             if not bool((positions.diff(dim=1) > 0).all()) or int(positions.min()) < 0 or int(positions.max()) >= n:
                 raise InvalidValueError(
-                    f"Expected ascending positions from 0 to {n - 1} in a code, but got positions in another order "
-                    "or range."
+                    f"Expected ascending positions from 0 to {n - 1} in an encoded update, but got positions in a "
+                    "different order or range."
                 )
         return values.new_zeros(len(values), n).scatter_(1, positions, values)
 
@@ -175,9 +177,9 @@ class TopK(Compression):
 class Quantize(Compression):
     """Compression that rounds each element of an update to the nearest integer multiple of a scale.
 
-    Each entry of each client has its own scale: its largest absolute value divided by ``2^(bits - 1) - 1``. The scale
-    is sent with the code, in 4 bytes, or in 8 bytes if the elements have 8 bytes. Rounding is not stochastic as in QSGD
-    (Alistarh et al., 2017), because error feedback removes the bias.
+    Each entry of each client has a separate scale: the largest absolute value divided by ``2^(bits - 1) - 1``. The scale
+    is sent with the integers, in 4 bytes, or in 8 bytes if the elements have 8 bytes. Unlike in QSGD (Alistarh et al.,
+    2017), rounding is not stochastic, because error feedback corrects the bias.
 
     Args:
         bits: Bits per element, from 2 to 16.
@@ -226,7 +228,7 @@ def _mask_is_shorter(k: int, n: int) -> bool:
 
 
 def _quantize(values: Tensor, bits: int) -> State:
-    """Return each row as integer multiples of its scale, with the scales."""
+    """Quantize each row to integer multiples of the row's scale. Return the scales and the packed integers."""
     levels = 2 ** (bits - 1) - 1
     # Half precision is too coarse for this computation.
     wide = values.to(torch.promote_types(values.dtype, torch.float32))

@@ -1,19 +1,19 @@
-"""Exact sums: identical bits for any order, any grouping, and any number of processes and threads.
+"""Exact sums: bitwise identical for any order and grouping of the terms, and any number of processes and threads.
 
-A usual sum of floating-point numbers depends on the order of its terms, because every addition rounds. The additions in
-this module do not round. In units of a power of two, a number is an integer plus a remainder below one unit. The
-remainder is split again with smaller units, until nothing remains. The integers are added exactly, as 64-bit integers.
-Therefore the sum does not depend on the order of its terms:
+A usual sum of floating-point numbers depends on the order of its terms, because each addition rounds. The additions in
+this module do not round. Each number is an integer multiple of a unit, which is a power of two, plus a remainder below
+one unit. The remainder is split again with smaller units, until nothing remains. The integers are added exactly, as
+64-bit integers. Therefore the sum does not depend on the order of its terms:
 
-1. Each term, which is a number of an upload times the client's weight, is rounded to double precision once. In single
-   precision with integer weights below 2^29, even this product is exact.
-2. All further steps are exact for any units. The choice of units affects only the speed: the numbers of a typical
-   tensor are integers in these units, so that one 64-bit integer per number suffices.
-3. The total is rounded at the end. Before this, the total is represented by digits of 42 bits, which are identical for
-   equal totals.
+1. Each term is an element of an upload multiplied by the client's weight. The product is rounded once to double
+   precision. The product is exact if the element has single precision and the weights are integers below 2^29.
+2. All further steps are exact for any units. The choice of units affects only the speed. With the chosen units, one
+   64-bit integer per element is sufficient for a typical tensor.
+3. The total is rounded at the end. Before this, the total is represented by digits of 42 bits. Equal totals have
+   identical digits.
 
-No bits are dropped: small numbers next to large numbers contribute their last bit. No bound of the numbers must be
-given in advance.
+No bits are dropped, even if very small and very large numbers are added. You do not need to specify a maximum of the
+numbers.
 """
 
 from __future__ import annotations
@@ -40,24 +40,25 @@ from lightning_fcl.federation.fixed_point import (
 from lightning_fcl.federation.ranks import Ranks
 
 _WAITING = 4_000_000
-"""Maximum number of elements of uploads that wait to be added together."""
+"""Maximum number of upload elements that are collected before they are added together."""
 
 _COHORT_BITS = 46
-"""Number of bits kept of a client group's sum in single precision, counted from the largest number of the entry.
+"""Number of bits to which the sum over a client group is rounded, for entries in single or half precision.
 
-With these bits, one integer per element holds the exact sum of several client groups. The condition is that each
-group's largest number is between an eighth and twice the first group's largest number.
+The bits are counted from the entry's largest number. With this rounding, one integer per element can contain the exact
+sum of several client groups. The condition is that each group's largest number is between an eighth and twice the first
+group's largest number.
 """
 
 GroupSums = dict[str, tuple[Tensor, float]]
-"""Weighted sum over some clients, and a unit of the sum, by entry. See `weighted_sum`."""
+"""By entry name: the weighted sum over some clients, and the unit of this sum. See `weighted_sum`."""
 
 
 class ExactSum:
     """The exact weighted sum of tensors. Only `total` and `mean` round it.
 
     Args:
-        reference: Tensor with the shape and the device of the summands. It is complex if they are complex.
+        reference: Tensor with the shape and the device of the summands. Complex if the summands are complex.
         entry: Name of the entry, for messages.
     """
 
@@ -68,7 +69,7 @@ class ExactSum:
         self.size = math.prod(self._shape)
         # MPS has no float64.
         self._device = torch.device("cpu") if reference.device.type == "mps" else reference.device
-        # On a GPU each chunk adds waiting time, so use a single chunk.
+        # On a GPU, each chunk adds launch time, so use a single chunk.
         self._step = CHUNK_SIZE if self._device.type == "cpu" else max(1, self.size)
         sizes = [min(self._step, self.size - start) for start in range(0, self.size, self._step)]
         self._pieces = [ExactChunk(size, self._device) for size in sizes]
@@ -102,7 +103,9 @@ class ExactSum:
             piece.add_multiples(chunk, unit, math.ldexp(unit, _COHORT_BITS))
 
     def total(self, dtype: torch.dtype = torch.float64) -> Tensor:
-        """Return the sum in double precision, or converted from double precision to ``dtype``. Integers are exact.
+        """Return the sum converted to ``dtype``. With the default, a complex sum has the dtype ``complex128``.
+
+        Conversion to an integer ``dtype`` is exact. Otherwise, the sum is first rounded to double precision.
 
         Raises:
             InvalidValueError: If a sum is outside the range of ``dtype``.
@@ -135,8 +138,8 @@ class ExactSum:
 
         Args:
             weight: Sum of the weights.
-            reference: Tensor whose numbers are near the summands, such as the server's value. Large 64-bit integers are
-                averaged as differences from it.
+            reference: Tensor with the dtype of the result and with numbers near the summands, such as the server's
+                value. If it contains 64-bit integers above 2^53, the differences from this tensor are averaged.
         """
         if reference.dtype is torch.int64 and bool((reference.abs() > 1 << 53).any()):
             # Double precision cannot represent all integers of this size, but it can represent their differences.
@@ -161,7 +164,7 @@ class ExactSum:
         return whole.view(self._shape)
 
     def digits(self) -> Digits:
-        """Return the exact sum in digits. Equal sums have equal digits, and a missing digit counts as zero.
+        """Return the exact sum as digits. Equal sums have equal digits, and a missing digit counts as zero.
 
         To add the sums of several processes, add their digits of equal exponents, and pass them to `add_digits`.
         """
@@ -183,7 +186,11 @@ class ExactSum:
     def with_scales(
         self, marks: Iterable[Sequence[IntegerScale | None]]
     ) -> list[tuple[ExactChunk, IntegerScale | None]]:
-        """Return the chunks, each with the common scale of its sum over all ranks, from the scales of each rank."""
+        """Return each chunk with the common scale of its sum over all ranks.
+
+        Args:
+            marks: The result of `scales` on each rank.
+        """
         common = map(common_scale, zip(*marks, strict=True))
         return list(zip(self._pieces, common, strict=True))
 
@@ -218,9 +225,9 @@ class ExactSums:
             )
 
     def add(self, values: Mapping[str, Tensor], weights: Sequence[float] | None = None) -> None:
-        """Add the uploads of some clients, each entry of shape (clients, ...), each client multiplied by its weight.
+        """Add the uploads of some clients, each entry of shape (clients, ...). Multiply each upload by its weight.
 
-        Without ``weights``, each weight is 1.
+        Without ``weights``, all weights are 1.
         """
         if not values:
             return
@@ -257,7 +264,7 @@ class ExactSums:
         return self._sums[name]
 
     def sync(self, ranks: Ranks) -> None:
-        """Replace the sums by the sums over all ranks. Some ranks may have no sum of an entry."""
+        """Replace the sums by the sums over all ranks. A rank can have no sum for an entry."""
         sums = self.sums
         rank_scales = ranks.all_gather_object(
             {name: (exact.shape_and_type, exact.scales()) for name, exact in sums.items()}
@@ -291,10 +298,10 @@ def _have_same_dtypes(upload: Mapping[str, Tensor], other_upload: Mapping[str, T
 
 
 def weighted_sum(values: Tensor, weights: Sequence[float]) -> tuple[Tensor, float]:
-    """Return the weighted sum of some clients' values, shape (clients, ...), in about double precision, and its unit.
+    """Return the weighted sum of some clients' values, shape (clients, ...), and the unit of the sum.
 
-    The unit is a power of two, and all numbers of the sum are multiples of it. The unit is 0 if the values are not of
-    single or half precision, or if the sum is zero.
+    The sum is computed in double precision. If the values have single or half precision, each element of the sum is
+    rounded to a multiple of the unit, which is a power of two. For other dtypes, and if the sum is zero, the unit is 0.
     """
     if values.dim() == 3 and values.mT.is_contiguous() and not values.is_contiguous():
         # Transpose, to avoid a copy of all numbers.

@@ -50,7 +50,7 @@ class Flight:
 
 @dataclass(frozen=True)
 class Clock:
-    """The simulated clock between two server steps: the time and the clients in flight."""
+    """The simulated clock between two server steps: the time, and the clients between download and upload."""
 
     time_ns: int = 0
     flights: tuple[Flight, ...] = ()
@@ -73,15 +73,15 @@ class FedBuff(Synchronization):
     that it downloaded. The server multiplies the update by ``(1 + staleness) ** -staleness_exponent``, where the
     staleness is the number of server steps since the download (Algorithm 1).
 
-    When an upload arrives, another client starts, in the random order of the client sampling of the round. The server's
-    learning rate is set by ``server_optimizer``, such as ``SGD(lr=0.5)``. A client trains on its samples of the round
-    in which its upload arrives. Averaged entries that are not trained, such as buffers, are averaged without the
-    staleness factor.
+    When an upload arrives, another client starts. Clients start in the random order of the round's client sampling. The
+    server's learning rate is set by ``server_optimizer``, such as ``SGD(lr=0.5)``. A client trains on its samples of
+    the round in which its upload arrives. Averaged entries that are not trained, such as buffers, are averaged without
+    the staleness factor.
 
     Args:
         speeds: Speeds of the clients.
-        buffer_size: Number of uploads per server step. A round has fewer if no other client has data.
-        staleness_exponent: Exponent that reduces the weight of stale updates. 0: stale and fresh updates count equally.
+        buffer_size: Number of uploads per server step. A round has fewer uploads if no other client has data.
+        staleness_exponent: Exponent that reduces the weight of stale updates. With 0, all updates have equal weights.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -132,11 +132,14 @@ class FedBuff(Synchronization):
         return self._start if round_idx == self._first else self._at(round_idx - 1).clock
 
     def in_flight_versions(self, round_idx: int) -> list[int]:
-        """Return the rounds whose states the clients in flight downloaded, ascending, at the start of a round."""
+        """Return the rounds from which clients in flight downloaded their states, ascending.
+
+        The clients in flight are those at the start of ``round_idx``.
+        """
         return sorted({flight.version for flight in self.clock_at(round_idx).flights})
 
     def state_dict(self, round_idx: int) -> dict[str, Any]:
-        """Return the clock at the start of a round, as plain values."""
+        """Return the clock at the start of a round as numbers, strings and lists."""
         clock = self.clock_at(round_idx)
         flights = [[one.arrival_ns, one.position, one.client, one.version] for one in clock.flights]
         return {"round": round_idx, "now": clock.time_ns, "flights": flights}
@@ -147,7 +150,7 @@ class FedBuff(Synchronization):
         self._first, self._start, self._known = state["round"], clock, {}
 
     def start_round(self, round_idx: int) -> None:
-        """Start a round: its clients do not change anymore, and the timing of earlier rounds is deleted."""
+        """Start a round. Afterwards, its clients stay fixed, and the timing of earlier rounds is deleted."""
         self._start, self._first = self.clock_at(round_idx), round_idx
         self._known = {number: known for number, known in self._known.items() if number >= round_idx}
 
@@ -225,7 +228,7 @@ class FedBuff(Synchronization):
             if reduction.is_uploaded and not reduction.averages:
                 raise InvalidValueError(
                     f"Expected the reduction `mean` for all entries that clients upload in asynchronous rounds, but "
-                    f"`{name}` has `{reduction}`, which is not defined for uploads to different server states.",
+                    f"`{name}` has `{reduction}`, which cannot combine uploads that started from different states.",
                     hint="Use `Deadline`, or a model or method without this entry.",
                     argument="mean",
                 )
@@ -233,8 +236,8 @@ class FedBuff(Synchronization):
     def check(self, pipeline: Pipeline) -> None:
         if pipeline.mask is not None:
             raise InvalidValueError(
-                f"Expected no `{type(pipeline.mask).__name__}` with `FedBuff`, which scales the uploads of single "
-                "clients, but got one.",
+                f"Expected no `{type(pipeline.mask).__name__}` with `FedBuff`, because `FedBuff` scales the upload of "
+                "each client, but got one.",
                 hint="Remove the transform, or use `Deadline` as the `synchronization`.",
                 argument="upload_transforms",
                 value=type(pipeline.mask).__name__,
@@ -246,7 +249,7 @@ class FedBuff(Synchronization):
 
 
 class BufferedServer(FederatedServer):
-    """A server whose clients start from its state at their download, and upload some server steps later."""
+    """A server for `FedBuff`: clients train from the state that they downloaded, and can upload in a later round."""
 
     def __init__(self, synchronization: FedBuff, current_round: Callable[[], int], *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -254,7 +257,7 @@ class BufferedServer(FederatedServer):
         self._round = current_round
         # The round after the last finished round.
         self._following = 0
-        # By round: the states that clients in flight have downloaded, and the state of the current round.
+        # By round index: the state of each round from which a client in flight started, and of the current round.
         self._versions: dict[int, State] = {}
 
     def start_round(
@@ -273,7 +276,10 @@ class BufferedServer(FederatedServer):
         self._versions = {**earlier, round_idx: self.state}
 
     def _like_now(self, version: State) -> State:
-        """Return an earlier state on the device of the current state. A checkpoint loads states on the CPU."""
+        """Return an earlier state on the device of the current state. A checkpoint loads states on the CPU.
+
+        Entries that clients download only once are taken from the current state.
+        """
         changing = {name: value for name, value in self.state.items() if not self.reductions[name].once}
         for name, value in changing.items():
             if name not in version or version[name].shape != value.shape:
@@ -361,7 +367,7 @@ class BufferedServer(FederatedServer):
 
 
 def _is_whole(buffer_state: Mapping[str, Any]) -> bool:
-    """Return whether a clock from a checkpoint is valid and contains the states that clients in flight downloaded."""
+    """Return whether a clock from a checkpoint is valid and contains the states of the clients in flight."""
     versions, flights = buffer_state.get("versions"), buffer_state.get("flights")
     if not (isinstance(versions, Mapping) and isinstance(flights, list)):
         return False

@@ -20,10 +20,10 @@ IntegerScale = tuple[int, int]
 """Exponent of a unit, and the bound of the integers in this unit."""
 
 CHUNK_SIZE = 1 << 17
-"""Number of elements per chunk. Tensors of this size stay in a CPU's cache."""
+"""Number of elements per chunk. Tensors with at most this many elements stay in a CPU's cache."""
 
 NARROW = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
-"""Significand bits of dtypes whose numbers, times an integer weight of 29 bits, fit into double precision."""
+"""Number of significand bits by dtype. Numbers of these dtypes times a 29-bit integer are exact in double precision."""
 
 # Exponent of the smallest number in double precision.
 _LOWEST = -1074
@@ -31,7 +31,7 @@ _LOWEST = -1074
 _HIGHEST = 900
 # Number of bits per digit.
 _BITS = 42
-# Bound of a sum of integers, above which it is converted to digits.
+# Maximum of a limb's bound. If a sum could exceed this maximum, the limb is first converted to digits.
 _ROOM = 1 << 62
 
 
@@ -46,7 +46,7 @@ class ExactWeights:
 
 
 class _Bench(threading.local):
-    """Buffers of a thread that all chunks reuse. Allocating new memory for each chunk would be slower."""
+    """Buffers of a thread, which all chunks reuse. Allocating new memory for each chunk would be slower."""
 
     def __init__(self) -> None:
         self._halves = torch.empty(2, CHUNK_SIZE, dtype=torch.float64, device="cpu")
@@ -55,8 +55,8 @@ class _Bench(threading.local):
     def clear(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return three buffers with the shape of ``values``. Their content is undefined.
 
-        The first two have double precision. The third has the dtype of ``values``, and can share the memory of the
-        second buffer.
+        The first two buffers have double precision. The third buffer has the dtype of ``values``, and can share the
+        memory of the second buffer.
         """
         if values.device.type != "cpu":
             numbers, spare = (torch.empty_like(values, dtype=torch.float64) for _ in range(2))
@@ -75,13 +75,13 @@ _bench = _Bench()
 
 
 def to_float64(values: Tensor) -> Tensor:
-    """Return values in double precision. Up to ``CHUNK_SIZE`` values are in a buffer that the next call overwrites."""
+    """Return values in double precision. Up to ``CHUNK_SIZE`` values are returned in a buffer that is later reused."""
     return values.double() if values.numel() > CHUNK_SIZE else _bench.clear(values)[0].copy_(values)
 
 
 @dataclass
 class _Limb:
-    """A sum of integers in units of 2^exponent, plus one offset for each added number."""
+    """A sum of integers in units of 2^exponent, plus an offset for each added number. ``offsets`` sums the offsets."""
 
     exponent: int
     total: Tensor
@@ -92,7 +92,7 @@ class _Limb:
         return self.total - ((self.offsets + (1 << 63)) % (1 << 64) - (1 << 63))
 
     def digits(self) -> Digits:
-        """Return the sum as digits. The upper digits can still have more than 42 bits."""
+        """Return the sum as two digits. The upper digit can have more than 42 bits."""
         digit_idx, shift = divmod(self.exponent - _LOWEST, _BITS)
         value = self.value()
         low, high = (value & (1 << _BITS - shift) - 1) << shift, value >> _BITS - shift
@@ -100,7 +100,7 @@ class _Limb:
 
 
 class ExactChunk:
-    """The sum of a chunk of numbers that stays in the cache: growing limbs, and the digits of full limbs."""
+    """The exact sum of the values of a chunk, as at most three limbs and the digits of earlier limbs."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.size = size
@@ -121,12 +121,12 @@ class ExactChunk:
         smallest, largest = (bound.item() for bound in torch.aminmax(torch.abs(values, out=absolute)))
         _check(largest, weights, entry)
         exact = weights.whole and values.dtype in NARROW
-        # All numbers are multiples of this power of two: the last bit of the smallest number.
+        # The last bit of the smallest number is a power of two. All numbers are multiples of it.
         unit = math.ldexp(1.0, math.frexp(smallest)[1] - NARROW[values.dtype]) if exact and smallest else 0.0
         numbers.copy_(values)
         times = 1
         if exact and column is None and weights.largest < 1 << 16:
-            # The integers are multiplied later, at no cost.
+            # `_add` multiplies the integers by `times`, which needs no extra time.
             times = int(weights.largest)
         elif not weights.ones:
             numbers.mul_(weights.largest if column is None else column)
@@ -134,18 +134,21 @@ class ExactChunk:
         self._add(numbers, spare, times, largest, unit)
 
     def add_multiples(self, values: Tensor, unit: float, largest: float) -> None:
-        """Add numbers in double precision, shape (size,), which are multiples of ``unit`` and up to ``largest``."""
+        """Add numbers in double precision, shape (size,). They are multiples of ``unit`` and at most ``largest``."""
         numbers, spare, _ = _bench.clear(values)
         self._add(numbers.copy_(values), spare, 1, largest, unit)
 
     def _add(self, numbers: Tensor, spare: Tensor, times: int, largest: float, unit: float) -> None:
-        """Add ``times`` times the numbers, and overwrite them. They are multiples of ``unit``, up to ``largest``."""
+        """Add the numbers multiplied by ``times``, and overwrite ``numbers``.
+
+        The numbers are multiples of ``unit``, and their absolute values are at most ``largest``.
+        """
         clients = len(numbers) if numbers.dim() == 2 else 1
         while largest > 0:
             limb = self._limb(math.frexp(largest)[1], times, clients)
             complete = math.ldexp(1.0, limb.exponent) <= unit
-            # Between 2^52 and 2^53 units, the last bit of a number is one unit. This addition therefore rounds to
-            # units. The bits of the result minus the bits of the offset are the number of units.
+            # Between 2^52 and 2^53 units, the last bit of a number is one unit. Therefore this addition rounds to whole
+            # units. The bits of the result minus the bits of the offset are the number of units, as an integer.
             offset = math.ldexp(1.5, 52 + limb.exponent)
             rounded = torch.add(numbers, offset, out=numbers if complete else spare)
             bits = rounded.view(torch.int64)
@@ -156,7 +159,10 @@ class ExactChunk:
             largest = max_abs(numbers.sub_(rounded.sub_(offset)))
 
     def _limb(self, size: int, times: int, rows: int) -> _Limb:
-        """Return a limb for numbers below 2^size. The limb holds at least 20 bits of the largest number."""
+        """Return a limb for ``rows`` numbers below 2^size, each multiplied by ``times``, and reserve their bound.
+
+        The unit of the limb is so small that the largest number has at least 20 bits.
+        """
         fitting = [
             limb
             for limb in self._limbs
@@ -188,7 +194,7 @@ class ExactChunk:
         return _carry(self._digits, *(limb.digits() for limb in self._limbs))
 
     def scale(self) -> IntegerScale | None:
-        """Return the unit and the bound of the sum's integers, or None if the sum needs more than one limb."""
+        """Return the exponent of the unit and the bound of the sum's integers. None: one limb is not sufficient."""
         if self._digits or len(self._limbs) > 1:
             return None
         return (self._limbs[0].exponent, self._limbs[0].bound) if self._limbs else (0, 0)
@@ -196,14 +202,14 @@ class ExactChunk:
     def to_integers(self, unit_exponent: int) -> Tensor:
         """Return the sum on the CPU, in units of ``2^unit_exponent``.
 
-        The sum must have at most one limb, whose unit is not smaller.
+        The sum must have at most one limb. The unit of this limb must be at least ``2^unit_exponent``.
         """
         if not self._limbs:
             return torch.zeros(self.size, dtype=torch.int64, device="cpu")
         return (self._limbs[0].value() << self._limbs[0].exponent - unit_exponent).cpu()
 
     def load_integers(self, mark: IntegerScale, whole: Tensor) -> None:
-        """Replace the sum by integers with the given scale."""
+        """Replace the sum by the integers ``whole`` with the scale ``mark``."""
         self._limbs, self._digits = [_Limb(mark[0], whole.to(self._device), bound=mark[1])], {}
 
     def sync(self, ranks: Ranks, digits: Digits, exponents: Sequence[int]) -> None:
@@ -211,8 +217,8 @@ class ExactChunk:
 
         Args:
             ranks: The ranks.
-            digits: The digits of this rank.
-            exponents: The exponents of the digits of all ranks.
+            digits: The digits of this rank's sum.
+            exponents: The exponents of the digits on all ranks.
         """
         zeros = torch.zeros(self.size, dtype=torch.int64, device=self._device)
         numbers = torch.cat([digits.get(exponent, zeros) for exponent in exponents])
@@ -237,9 +243,10 @@ class ExactChunk:
 
 
 def _sums(rows: Tensor, weights: ExactWeights, column: Tensor, entry: str) -> list[Tensor]:
-    """Return a few tensors whose exact sum is the weighted sum of rows, shape (clients, size).
+    """Return a few tensors whose exact sum is the weighted sum of ``rows``, shape (clients, size).
 
-    Each number times its weight is split into parts with so few bits that the sum of all clients' parts is not rounded.
+    Each product of a number and its weight is split into parts with few bits. Therefore the sum of all clients' parts
+    is not rounded.
     """
     bits = 52 - len(rows).bit_length()
     width = max(1, CHUNK_SIZE // len(rows)) if rows.device.type == "cpu" else rows.shape[1]
@@ -297,7 +304,10 @@ def _carry(*summands: Mapping[int, Tensor]) -> Digits:
 
 
 def common_scale(marks: Sequence[IntegerScale | None]) -> IntegerScale | None:
-    """Return the smallest unit and the bound of the sum in this unit, or None if 62 bits are not enough."""
+    """Return the exponent of the smallest unit, and the bound of the sum over all ranks in this unit.
+
+    Return None if a scale is None, or if 62 bits are not sufficient for the sum.
+    """
     nonzero_marks = [mark for mark in marks if mark is not None and mark[1]]
     exponent = min((mark[0] for mark in nonzero_marks), default=0)
     bound = sum(bound << unit - exponent for unit, bound in nonzero_marks)

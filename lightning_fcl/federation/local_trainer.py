@@ -25,9 +25,9 @@ class LocalResult:
     Args:
         uploads: Uploads of the clients, each entry of shape (clients, ...).
         method_states: State of each method for each client.
-        module_state: State of the client if the group has a single client, whose state is in the module. None: the
-            states of the clients are in ``uploads``.
-        optimizer_state: Optimizer state of the single client. None: the optimizer state is not kept.
+        module_state: State of the client after training, if the group has only one client and the client's state is in
+            the module. None: ``uploads`` contains the states of the clients.
+        optimizer_state: Optimizer state of the only client of the group. None: the optimizer state is not kept.
         has_finite_loss: Whether the loss of each client was finite in every step, shape (clients,). None: not checked.
     """
 
@@ -47,7 +47,7 @@ class LocalResult:
 
 
 class LocalTrainer(Protocol):
-    """Trains a client group of a round: from the states that the clients download to their uploads.
+    """Trains a client group in a round: it starts from the downloaded states and returns the uploads.
 
     One object trains all clients of a fit, one group after the other. `lightning_fcl.local_training.sequential` and
     ``vectorized`` contain the trainers for all modules. A module can provide its own trainer, see `HasLocalTrainer`.
@@ -63,7 +63,7 @@ class LocalTrainer(Protocol):
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """The optimizer that Lightning steps in place of the module's optimizer. None: the module's optimizer."""
+        """Optimizer that Lightning steps in place of the module's optimizer. None: the module's optimizer."""
 
     def start(
         self,
@@ -76,8 +76,8 @@ class LocalTrainer(Protocol):
 
         Args:
             clients: The clients in the current round.
-            states: State from which each client starts: the server's state with the client's local entries. Identical
-                states are one object.
+            states: State from which each client starts: the server's state with the client's local entries. Clients
+                with identical states can share one object.
             method_states: State of each method for each client.
             optimizer_states: Optimizer state of each client. Empty if the client starts with a new optimizer.
         """
@@ -89,7 +89,7 @@ class LocalTrainer(Protocol):
             batch: The batch. If batches are stacked, it contains only the clients that still have a batch. These
                 clients come first.
             batch_idx: Index of the batch in the local training of this group. None: the module's step takes no index.
-            weight: Weight of each sample in its client's mean, shape (clients in the batch, batch), 0 for padding.
+            weight: Weight of each sample in the mean of its client, shape (clients in the batch, batch). 0: padding.
                 None: batches are not stacked.
         """
 

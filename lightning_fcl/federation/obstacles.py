@@ -10,7 +10,7 @@ from lightning_fcl.library_errors import LibraryError, first_line, match_error
 
 
 class Reason(Enum):
-    """A reason for sequential training. The value is the text, with a placeholder for each detail."""
+    """A reason for sequential training. Each value is a message with a placeholder (``{}``) for each detail."""
 
     # Settings.
     COHORT_SIZE = "`max_vectorized_clients` is 1"
@@ -22,7 +22,7 @@ class Reason(Enum):
     FINETUNING = "`{}` adds parameters to the optimizer during training"
     OVERRIDES = "{}"
     MANUAL = "`{}` uses manual optimization. Automatic optimization can be vectorized"
-    HOOKED = "`{}` of `{}` has hooks, which would see the values of several clients"
+    HOOKED = "`{}` of `{}` has hooks, which would receive the values of several clients"
     NO_SAMPLES = "no client has samples"
 
     # Methods.
@@ -47,7 +47,7 @@ class Reason(Enum):
     NOT_TENSORS = "the batches are not pairs of tensors"
     OTHER_SAMPLES = "`{}` of a sample depends on the other samples of the batch"
     FORWARD_STATE = "`forward` or `sample_loss` changes attributes or buffers of the module"
-    NOT_REPEATABLE = "the step gives a different result each time, or depends on a counter that is not the client's"
+    NOT_REPEATABLE = "the step gives a different result each time, or depends on a counter that clients share"
     LOSS_LOGS = "`sample_loss` or `forward` logs, and padding would be logged as well"
 
     # The module's own training step.
@@ -65,7 +65,7 @@ class Reason(Enum):
     SHAPES = "the batches of two clients have different shapes"
     CHANGES_OPTIMIZER = "the step changes the optimizer. Use a scheduler, or a hook of the epoch"
     WRITES_PARAMETER = "the step writes to {}, a parameter that the optimizer trains"
-    STATE = "the step changes {}, which the next client would see. Use a registered buffer, and write to it in place"
+    STATE = "the step changes {}, which would affect the next client. Use a registered buffer, and write to it in place"
     OUTSIDE = "the step changes {} outside the module"
     NEW_BUFFER = "the step replaces the buffer `{}`. Write to it in place"
     STEP_LOSS = "the vectorized step has a different loss"
@@ -79,7 +79,7 @@ class Obstacle:
 
     Args:
         reason: The reason.
-        details: Names and values that replace the placeholders of the text.
+        details: Names and values that replace the placeholders of the message.
 
     Example:
         >>> str(Obstacle(Reason.METHOD_TRAINS, ("SI",)))

@@ -11,9 +11,9 @@ from lightning_fcl.errors import InvalidValueError
 
 
 def pack_nonzero(value: Tensor) -> Tensor:
-    """Return a tensor's nonzero elements as bytes, or the tensor if it is not longer.
+    """Return the nonzero elements of a tensor as bytes. Return the tensor unchanged if the bytes would not be shorter.
 
-    The bytes start with one bit per element of the tensor, which is set if the element is not zero.
+    The bytes start with one bit for each element of the tensor. The bit is 1 if the element is not zero.
 
     Example:
         >>> value = torch.tensor([0.0] * 15 + [1.0])
@@ -33,7 +33,7 @@ def unpack_nonzero(packed: Tensor, reference: Tensor) -> Tensor:
     """Return the tensor that `pack_nonzero` packed, with the shape, dtype and device of ``reference``.
 
     Raises:
-        InvalidValueError: If the bytes do not represent such a tensor.
+        InvalidValueError: If the bytes do not represent a tensor with this shape and dtype.
     """
     if packed.dtype == reference.dtype and packed.shape == reference.shape:
         return packed

@@ -70,12 +70,12 @@ class Pipeline:
 
     @property
     def codec(self) -> UpdateCodec | None:
-        """The transform that encodes updates, if there is one."""
+        """The transform that encodes updates, or None."""
         return next((one for one in self.transforms if isinstance(one, UpdateCodec)), None)
 
     @property
     def mask(self) -> UploadTransform | None:
-        """The transform that lets the server see only sums, if there is one."""
+        """The transform with ``sums_only``, for which the server adds encoded updates, or None."""
         return next((one for one in self.transforms if one.sums_only), None)
 
     @property
@@ -85,7 +85,7 @@ class Pipeline:
 
     @property
     def exchanges(self) -> list[UploadTransform]:
-        """The transforms that exchange messages before or after the uploads."""
+        """The transforms that exchange messages with clients before or after the uploads."""
         return [
             one
             for one in self.transforms
@@ -95,11 +95,11 @@ class Pipeline:
 
     @property
     def keeps_state(self) -> bool:
-        """Whether clients keep state for a transform."""
+        """Whether clients keep the state of a transform between rounds."""
         return any(one.keeps_state for one in self.transforms)
 
     def setup(self, setting: Setting) -> None:
-        """Prepare for a round, see `UploadTransform.setup`."""
+        """Prepare all transforms for a round. See `UploadTransform.setup`."""
         self.setting = setting
         summing = [one for one in self.transforms if one.sums_only or changes_sums(one)]
         if summing:
@@ -124,23 +124,23 @@ class Pipeline:
             transform.setup(setting)
 
     def encoded(self) -> Collection[str]:
-        """Return the names of the entries that are sent as a code."""
+        """Return the names of the entries whose updates are encoded."""
         codec = self.codec
         return [n for n in self.setting.uploaded if codec.codes(n, self.setting)] if codec is not None else ()
 
     def received(
         self, clients: ClientRounds, weight: float, tensors: Mapping[str, Tensor], optional: Collection[str]
     ) -> Uploads:
-        """Return the upload of one client from the tensors that it sent, see `Uploads.client_tensors`.
+        """Return the upload of one client from the tensors that it sent. See `Uploads.client_tensors`.
 
         Args:
             clients: The client.
             weight: Weight of the client.
             tensors: The tensors by name.
-            optional: Entries that a client omits if they equal the server's state.
+            optional: Names of the entries that a client omits if they equal the server's state.
 
         Raises:
-            InvalidValueError: If a tensor is missing or unexpected, or has another dtype or shape.
+            InvalidValueError: If a tensor is missing or unexpected, or has a wrong dtype or shape.
         """
         setting, remaining_tensors = self.setting, dict(tensors)
         origins = {name: setting.reductions[name].empty_upload(setting.state[name]) for name in setting.uploaded}
@@ -173,7 +173,7 @@ class Pipeline:
                     ) from error
         if remaining_tensors:
             raise InvalidValueError(
-                f"Expected an upload without other tensors, but got {format_code_names(remaining_tensors)}.",
+                f"Expected an upload without unexpected tensors, but got {format_code_names(remaining_tensors)}.",
                 argument=next(iter(remaining_tensors)),
             )
         return uploads
@@ -190,7 +190,7 @@ class Pipeline:
 
     @property
     def changes_sums(self) -> bool:
-        """Whether a transform changes the sums of a round, even of a round without clients."""
+        """Whether a transform changes the sums of a round. Such a transform can change the server without uploads."""
         return any(map(changes_sums, self.transforms))
 
     def on_sum(self, sums: Sums) -> None:
