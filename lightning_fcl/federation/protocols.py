@@ -1,8 +1,8 @@
 """Protocols: typed contracts between the parts of a federation.
 
-The small protocols describe what a module can offer in addition to Lightning's `training_step`. No protocol is
-required. The library checks them with ``isinstance(module, HasSampleLoss)``. A user's module can use the same names
-with other meanings. Therefore the names in subclasses of `FederatedModule` count only if the module has the attribute
+Most protocols describe optional functions of a module, in addition to Lightning's `training_step`. The library checks
+for them, for example with ``isinstance(module, HasSampleLoss)``. A user's module can use the same names with different
+meanings. Therefore a module implements a subclass of `FederatedModule` only if it has the attribute
 ``lightning_fcl_protocols``. The protocols of local training are in `lightning_fcl.federation.local_trainer`.
 """
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class CurrentRound(Protocol):
-    """The current round, and the client that trains in it. The client is None if several clients train vectorized."""
+    """The current round and the client that trains. ``client_round`` is None if several clients train vectorized."""
 
     round_idx: int
 
@@ -44,7 +44,7 @@ class CurrentRound(Protocol):
 
 
 class FederationProtocol(Protocol):
-    """The federation as methods, tasks and callbacks see it: `lightning_fcl.simulation.federation.Federation`."""
+    """The attributes of `lightning_fcl.simulation.federation.Federation` that methods, tasks and callbacks use."""
 
     server: FederatedServer
     participation: Participation
@@ -124,7 +124,7 @@ def get_ranks(trainer: L.Trainer) -> Ranks:
 
 @runtime_checkable
 class ClientEndListener(Protocol):
-    """A callback that is called after each client's local training. The client's state is then in the module."""
+    """A callback that runs after the local training of each client. The client's state is then in the module."""
 
     def on_client_end(self, trainer: L.Trainer, pl_module: L.LightningModule, client_round: ClientRound) -> None:
         """Called after the upload of a client."""
@@ -132,9 +132,9 @@ class ClientEndListener(Protocol):
 
 @runtime_checkable
 class ClientStateReader(ClientEndListener, Protocol):
-    """A `ClientEndListener` that does not always read the client's state.
+    """A `ClientEndListener` that reads the client's state only in some rounds.
 
-    If no callback reads the state, it is not loaded into the module.
+    If no callback reads the state in a round, the state is not loaded into the module.
     """
 
     def needs_client_state(self, pl_module: L.LightningModule) -> bool:
@@ -143,7 +143,7 @@ class ClientStateReader(ClientEndListener, Protocol):
 
 @runtime_checkable
 class RoundEndListener(Protocol):
-    """A callback that is called at the end of each round. The server's state is then in the module."""
+    """A callback that runs at the end of each round. The server's state is then in the module."""
 
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Called after the aggregation."""
@@ -153,8 +153,8 @@ class RoundEndListener(Protocol):
 class FederatedModule(Protocol):
     """A module that sets ``lightning_fcl_protocols = True``.
 
-    With it, the attributes that the protocols below name have the meaning that is documented here. The tasks of the
-    library set it.
+    This attribute declares that the module uses the names in the protocols below with the meanings documented here. The
+    tasks of the library set it.
     """
 
     lightning_fcl_protocols: ClassVar[bool]
@@ -173,7 +173,7 @@ class Vectorizable(HasSampleLoss, Protocol):
     """A module whose training step is the mean of its `sample_loss`, so that clients can train vectorized."""
 
     def sequential_reason(self) -> Obstacle | None:
-        """Return the obstacle to vectorized training that the module reports, or None."""
+        """Return the obstacle to vectorized training that the module reports. None: the module can be vectorized."""
 
     def update_train_loss(self, total: Tensor, samples: int) -> None:
         """Add the total loss of some samples to the training loss of the epoch."""
@@ -181,7 +181,7 @@ class Vectorizable(HasSampleLoss, Protocol):
 
 @runtime_checkable
 class HasFeatures(FederatedModule, Protocol):
-    """A module that provides the features from which it computes its output."""
+    """A module that returns the features from which it computes its output."""
 
     @property
     def features(self) -> int:
@@ -201,7 +201,7 @@ class HasLogitMask(FederatedModule, Protocol):
 
 @runtime_checkable
 class HasNumClasses(FederatedModule, Protocol):
-    """A module that classifies samples into a number of classes."""
+    """A module that defines the number of classes."""
 
     num_classes: int
 
@@ -216,22 +216,23 @@ class HasMetrics(FederatedModule, Protocol):
 
 @runtime_checkable
 class HasLocalModels(FederatedModule, Protocol):
-    """A module that defines whether a client's own state can predict.
+    """A module that defines whether a model with a client's state can make predictions.
 
-    For example, a client state of a ridge regression cannot predict if it contains only the sums of statistics.
+    For example, a ridge regression cannot make predictions with a client's state that contains only the sums of
+    statistics.
     """
 
     is_adapting: bool
-    """Whether the module must not be tested in the current round."""
+    """Whether the module cannot be tested in the current round."""
 
     @property
     def client_state_predicts(self) -> bool:
-        """Whether a client's state can predict in the current round."""
+        """Whether a model with a client's state can make predictions in the current round."""
 
 
 @runtime_checkable
 class HasAggregationHook(FederatedModule, Protocol):
-    """A module with a hook that runs after the aggregation."""
+    """A module with a function that is called after the aggregation."""
 
     def on_after_aggregation(self) -> None:
         """Finish the server's state, for example in closed form. The server's state is in the module."""

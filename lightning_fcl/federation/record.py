@@ -1,4 +1,4 @@
-"""The record of a round: which uploads were accepted, which were not and why, bytes, and times."""
+"""The record of a round: accepted uploads, missing uploads with their reasons, transmitted bytes, and times."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class RoundRecord:
         upload_bytes: Bytes that each client uploaded.
         download_bytes: Bytes that each client downloaded.
         dropped: Reason for each client with a dropped upload.
-        no_data: Sampled clients that had no data, or too few samples to train on.
+        no_data: Sampled clients that have no data, or too few samples to train on.
         missed_sync: Clients that trained but missed the synchronization.
-        diverged: Clients whose loss was non-finite in some step, although their upload is finite.
-        master: Client that aggregated the uploads, in a swarm.
+        diverged: Clients that had a non-finite loss in a step, although their upload is finite.
+        master: In a swarm, the client that aggregated the uploads.
         late_clients: Clients whose uploads would arrive too late on the simulated clock. They did not train.
-        staleness: Number of rounds since each client's download on the simulated clock, if above 0.
-        duplicate_claims: In a deployment, clients whose name several nodes use, with these nodes. The first of these
-            nodes is admitted.
+        staleness: Number of rounds since each client's download on the simulated clock. Contains only numbers above 0.
+        duplicate_claims: In a deployment, each client name that several nodes use, with the names of these nodes. The
+            first of these nodes is admitted.
         upload_limits: In a deployment, the maximum number of samples and the maximum update norm of an upload.
         simulated_seconds: Duration of the round on the simulated clock in seconds. None: there is no simulated clock.
     """

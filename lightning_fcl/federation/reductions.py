@@ -9,7 +9,7 @@ Every entry of a module's state has one *reduction*. The built-in reductions hav
 ``sum``                   sum of the server's value and the uploads; clients start each round at zero
 ``local``                 client-local: never uploaded or downloaded
 ``download_only``         the server's value: clients download it and upload nothing
-``constant``              identical everywhere from the start: never transmitted (random weights of a reservoir)
+``constant``              identical on the server and all clients; never transmitted (random weights of a reservoir)
 ``median``                coordinate-wise median of the uploads (unweighted)
 ``trimmed_mean``          coordinate-wise mean without 10 % of the values at each end (unweighted);
                           ``TrimmedMean(0.2)`` removes 20 % at each end
@@ -17,11 +17,11 @@ Every entry of a module's state has one *reduction*. The built-in reductions hav
                           ``Krum(1)`` assumes one malicious client
 ========================  ===========================================================================================
 
-Results do not depend on the order of the uploads, on how many arrive at once, or on the process that adds them. Means
-and sums are exact (`lightning_fcl.federation.exact_sum`). The other reductions use sorted values or the clients'
-indices. For vectorized clients, a mean adds one weighted sum that is computed in double precision.
+Results do not depend on the order of the uploads, on the number of uploads that arrive together, or on the process that
+adds the uploads. Means and sums are exact (`lightning_fcl.federation.exact_sum`). The other reductions use sorted
+values or the clients' indices. For vectorized clients, a mean adds one weighted sum, computed in double precision.
 
-The memory of all reductions except the last three does not grow with the number of clients.
+Only the last three reductions need memory that grows with the number of clients.
 
 A custom reduction is a subclass of `Reduction` with an `Accumulator`. Use an object of it in place of a name: in a
 module's ``reductions`` attribute, in ``FederatedStrategy(reductions={"model.head.*": Maximum()})``, or in YAML as a
@@ -71,24 +71,24 @@ class Reduction:
     """Whether a client uploads its value at the end of a round."""
 
     once: bool = False
-    """Whether a client downloads the server's value only once and keeps it. The value never changes."""
+    """Whether a client downloads the server's value only once and keeps it. Such a value must not change."""
 
     is_local: bool = False
     """Whether the entry is client-local: each client continues with its own value of the previous round."""
 
     additive: bool = False
-    """Whether the result depends on the uploads only through their sum.
+    """Whether the server can compute the result from the sum of the uploads alone.
 
-    If so, the result is the server's value plus the sum of the uploads' differences from `empty_upload`. If the
-    reduction is also ``weighted``, each difference is multiplied by the weight of its client, and the sum is divided by
-    the sum of the weights.
+    If True, the result is the server's value plus the sum of all differences between an upload and `empty_upload`. If
+    the reduction is also ``weighted``, each difference is multiplied by the weight of its client, and the sum is divided
+    by the sum of the weights.
     """
 
     weighted: bool = False
     """Whether the result depends on the clients' weights."""
 
     compressible: bool = False
-    """Whether the entry can be compressed with loss, see `lightning_fcl.federation.compression.Compression`."""
+    """Whether lossy compression supports the entry. See `lightning_fcl.federation.compression.Compression`."""
 
     @property
     def averages(self) -> bool:
@@ -98,16 +98,16 @@ class Reduction:
     def initial_value(self, server: Tensor) -> Tensor:
         """Return the value at which a client starts a round.
 
-        It depends on the server's value, or only on its shape if the reduction is not ``is_downloaded``.
+        If the reduction is not ``is_downloaded``, the result must depend only on the shape of ``server``.
         """
         return server
 
     def empty_upload(self, server: Tensor) -> Tensor:
-        """Return the value of a client that has nothing to upload."""
+        """Return the value of an upload that contributes nothing. Updates are measured from this value."""
         return self.initial_value(server)
 
     def pack(self, value: Tensor) -> Tensor:
-        """Return the tensor to send in place of a client's value. A subclass that overrides it also needs `unpack`."""
+        """Return the tensor to send in place of a client's value. If you override `pack`, also override `unpack`."""
         return value
 
     def unpack(self, packed: Tensor, reference: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ class SparseMean(Reduction):
         return torch.zeros_like(server)
 
     def pack(self, value: Tensor) -> Tensor:
-        """Return one bit per element and the nonzero elements, or the value if it has no more bytes.
+        """Return one bit per element and the nonzero elements as bytes, or the value if the bytes are not shorter.
 
         Example:
             >>> value = torch.tensor([0.0] * 15 + [1.0])
@@ -235,7 +235,7 @@ class DownloadOnly(Reduction):
 
 
 class Constant(Reduction):
-    """The reduction of entries that are identical everywhere and never transmitted (``constant``)."""
+    """The reduction of entries that are identical on the server and all clients, and never sent (``constant``)."""
 
     name = "constant"
     is_downloaded = is_uploaded = False
@@ -248,4 +248,4 @@ METRIC_REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "min": lambda numbers, sizes: numbers.amin(),
     "max": lambda numbers, sizes: numbers.amax(),
 }
-"""Lightning's reductions of logged numbers. Arguments: the numbers and their batch sizes, shape (batches,) each."""
+"""Lightning's reductions of logged numbers. Arguments: the numbers and the batch sizes, each of shape (batches,)."""

@@ -1,7 +1,7 @@
-"""Robust aggregation: median, trimmed mean, Krum, and checks for non-finite numbers and large changes of the server.
+"""Robust aggregation: median, trimmed mean, Krum, and checks for non-finite numbers and large server updates.
 
-Median, trimmed mean and Krum do not depend on the order of the uploads. The first two sort the values. If uploads are
-equally near to their neighbors, Krum selects the upload with the lowest client index.
+Median, trimmed mean and Krum do not depend on the order of the uploads. Median and trimmed mean sort the values. If
+several uploads are equally near to their neighbors, Krum selects the upload with the lowest client index.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_fcl.validation import at_least, check_arguments, format_code_name
 
 UploadRows = Mapping[str, list[Tensor]]
 
-# Number of elements of all uploads that are processed together.
+# Maximum number of elements, counted over all uploads, that are processed together.
 _NUMBERS = 1 << 20
 
 
@@ -83,7 +83,7 @@ def _nearest(pieces: Iterable[Tensor], byzantine: int) -> int:
 
 
 def _pieces(rows: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield the uploads of an entry in parts of shape (clients, elements), so that they are never copied as a whole."""
+    """Yield parts of the uploads of an entry, shape (clients, elements). The uploads are never copied as a whole."""
     size = max(1, _NUMBERS // len(rows))
     yield from map(torch.stack, zip(*(torch.split(row.flatten(), size) for row in rows), strict=True))
 
@@ -158,9 +158,10 @@ class Krum(Reduction):
 def find_non_finite(
     states: Mapping[str, Tensor], start: State, reductions: Mapping[str, Reduction], sums: GroupSums
 ) -> tuple[dict[int, list[str]], list[str]]:
-    """Find clients with non-finite numbers in the entries that they upload or keep.
+    """Return the rows of clients with non-finite numbers, and uploaded entries with non-finite numbers at the start.
 
-    A number that was already non-finite at the start of the round does not count.
+    Only entries that clients upload or keep are checked. A number of a client does not count if the same element was
+    non-finite at the start of the round.
 
     Args:
         states: The clients' states, each entry of shape (clients, ...).
@@ -169,8 +170,8 @@ def find_non_finite(
         sums: Weighted sums of some entries over all clients.
 
     Returns:
-        The names of the non-finite entries by row of the client, and the uploaded entries that were already non-finite
-        at the start. Both are empty if all numbers are finite.
+        A dict that maps each affected row to the names of the client's non-finite entries, and a list with the names of
+        the uploaded entries that were non-finite at the start. Both are empty if all numbers of the clients are finite.
     """
     numbers = {
         name: value
@@ -198,7 +199,7 @@ def find_non_finite(
 
 
 def check_finite(state: Mapping[str, Tensor], names: Sequence[str], situation: str) -> None:
-    """Raise InvalidValueError if a named entry is non-finite, because all clients would diverge."""
+    """Raise InvalidValueError if an entry in ``names`` is non-finite, because training would diverge on all clients."""
     wrong = [name for name in names if not torch.isfinite(state[name].sum())]
     wrong = [name for name in wrong if not torch.isfinite(state[name]).all()]
     if wrong:
@@ -222,14 +223,14 @@ def check_stays_finite(previous_state: Mapping[str, Tensor], updated_state: Mapp
 
 
 def squared_change(previous_value: Tensor, updated_value: Tensor) -> float:
-    """Return the sum of the squared changes of all elements that are finite before and after."""
+    """Return the sum of the squared changes of all elements that are finite before and after the change."""
     wide = torch.complex128 if updated_value.is_complex() else torch.float64
     sound = (updated_value != previous_value) & torch.isfinite(previous_value) & torch.isfinite(updated_value)
     return float((updated_value.to(wide) - previous_value.to(wide)).where(sound, 0).abs().square().sum())
 
 
 def relative_update_norm(changes: Mapping[str, float], previous_state: Mapping[str, Tensor]) -> float:
-    """Return the norm of the change of several entries, divided by the larger of their previous norm and 1.
+    """Return the norm of the change of several entries, divided by the maximum of their previous norm and 1.
 
     Args:
         changes: The `squared_change` of each entry.
@@ -246,7 +247,7 @@ def check_update_norm(
 ) -> None:
     """Raise InvalidValueError if a round changes the server state too much.
 
-    The limit is ``max_norm`` times the larger of the norm of the named entries and 1.
+    The limit is ``max_norm`` times the maximum of 1 and the norm of the named entries before the round.
     """
     comparable_names = [name for name in names if previous_state[name].shape == updated_state[name].shape]
     times = relative_update_norm(

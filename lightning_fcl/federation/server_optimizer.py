@@ -20,7 +20,7 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 """Function that makes an optimizer from parameters."""
 
 SCHEDULED = frozenset({"lr", "initial_lr", "momentum", "betas"})
-"""Settings of an optimizer's groups that learning rate schedules change."""
+"""Settings of an optimizer's parameter groups that learning rate schedules change."""
 
 
 def make_optimizer(factory: OptimizerFactory, parameters: Iterable[nn.Parameter], name: str = "optimizer") -> Optimizer:
@@ -80,7 +80,7 @@ Expected `lr` of `SGD` to be a finite number, but got nan. Use a finite number, 
 
 
 def get_settings(optimizer_or_schedule: Optimizer | LRScheduler) -> dict[str, Any]:
-    """Return the current settings of an optimizer or a schedule that are plain values, for checkpoints.
+    """Return the current settings of an optimizer or a schedule for checkpoints. Only plain values are included.
 
     Example:
         >>> get_settings(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5))["lr"]
@@ -107,12 +107,12 @@ def is_plain(value: object) -> bool:
 
 
 def group_values(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the settings of an optimizer's groups, without their parameters."""
+    """Return the settings of an optimizer's parameter groups, without the parameters."""
     return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
 def set_group_values(optimizer: Optimizer, values: Sequence[Mapping[str, Any]]) -> None:
-    """Replace the settings of an optimizer's groups. The groups keep their parameters."""
+    """Replace the settings of an optimizer's parameter groups. The groups keep their parameters."""
     for group, new_values in zip(optimizer.param_groups, values, strict=True):
         for name in group.keys() - new_values.keys() - {"params"}:
             del group[name]
@@ -124,12 +124,12 @@ def optimizer_state(optimizer: Optimizer, initial_settings: Sequence[Mapping[str
 
     Args:
         optimizer: The optimizer.
-        initial_settings: The `group_values` of the optimizer when it was new. Settings that have changed since then are
-            part of the result, except those that schedules change.
+        initial_settings: The `group_values` of the new optimizer. A setting that has changed since then is part of the
+            result, unless schedules change it (see `SCHEDULED`).
 
     Returns:
-        Tensors with the keys ``"<index of the parameter>.<name>"`` and ``"group.<index of the group>.<name>"``. For
-        Python numbers, ``"number"`` replaces ``"group"``.
+        Tensors with the keys ``"<index of the parameter>.<name>"`` and ``"group.<index of the group>.<name>"``. If a
+        changed setting is a Python number, the key starts with ``"number"`` in place of ``"group"``.
 
     Raises:
         InvalidValueError: If the state contains a value that is neither a tensor nor a number.
@@ -162,7 +162,7 @@ def _equal(value: object, other: object) -> bool:
 
 
 def load_optimizer_state(optimizer: Optimizer, state: StateSection) -> None:
-    """Load a state that `optimizer_state` returned into a new optimizer."""
+    """Load a state that `optimizer_state` returned into a new optimizer, in place."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for key, value in state.items():
         prefix, rest = key.split(".", 1)
@@ -174,7 +174,10 @@ def load_optimizer_state(optimizer: Optimizer, state: StateSection) -> None:
 
 
 def with_parameters(optimizer: Optimizer, twins: Mapping[int, nn.Parameter]) -> Optimizer:
-    """Return a new optimizer with the same settings. ``twins`` maps the `id` of each parameter to its replacement."""
+    """Return a new optimizer with the same settings. ``twins`` maps the `id` of each parameter to its replacement.
+
+    Parameters that are not in ``twins`` are left out.
+    """
     groups = [
         {**group, "params": [twins[id(p)] for p in group["params"] if id(p) in twins]}
         for group in optimizer.param_groups
@@ -186,7 +189,8 @@ class ServerOptimizer:
     """Steps the server's parameters with a `torch.optim` optimizer on the pseudo-gradient (Reddi et al., 2021).
 
     The pseudo-gradient is the server state minus the aggregate. ``SGD(lr=1)`` is FedAvg, ``SGD(lr=1, momentum=.9)`` is
-    FedAvgM, and ``Adam`` is FedAdam. All entries that are not in ``names``, such as buffers, take the aggregate.
+    FedAvgM, and ``Adam`` is FedAdam. For entries that are not in ``names``, such as buffers, the aggregate is the new
+    server value.
 
     Args:
         factory: Function that makes the optimizer from a list of parameters.
@@ -221,10 +225,10 @@ class ServerOptimizer:
         return {**aggregate, **updated_parameters}
 
     def state_dict(self) -> dict[str, object]:
-        """Return the optimizer's state, for checkpoints. Before the first step, this is the loaded state, if any."""
+        """Return the optimizer's state, for checkpoints. Before the first step, return the loaded state or {}."""
         return self._optimizer.state_dict() if self._optimizer is not None else self._pending or {}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Set the state of an earlier run. It is loaded at the next step."""
+        """Set the state of an earlier run. The next step loads it into a new optimizer."""
         self._optimizer = None
         self._pending = state or None

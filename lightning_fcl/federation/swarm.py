@@ -15,15 +15,16 @@ from lightning_fcl.validation import check_arguments
 class Swarm:
     """A federation without a server, in which an ad hoc master aggregates the uploads (Kröger et al.).
 
-    The master of a round is the first reachable node. It does not transmit anything itself, and the choice of the
-    master does not change the result. A node that misses a synchronization continues from its own weights. It uploads
-    them when it is reachable again.
+    The master of a round is the first reachable node. The master transmits nothing, and the choice of the master does
+    not change the result. A node that misses a synchronization continues from its own weights. It uploads these weights
+    when it is reachable again.
 
     Args:
         missed_sync_prob: Probability that a node misses the synchronization of a round.
-        missed_rounds: For each node, the rounds (from 0) whose synchronization it always misses.
+        missed_rounds: For each node, the indices (from 0) of the rounds whose synchronization the node misses.
         leaves_at: For each node that leaves permanently, the first round without it.
-        ValueError: If ``missed_sync_prob`` is not a probability below 1, or a round is negative.
+    Raises:
+        ValueError: If ``missed_sync_prob`` is not at least 0 and below 1, or a round is negative.
 
     Example:
         >>> swarm = Swarm(leaves_at={"node1": 3})
@@ -70,7 +71,7 @@ class Swarm:
         return {node for node, first in self.leaves_at.items() if round_idx >= first}
 
     def misses_sync(self, node: str, round_idx: int, seed: int) -> bool:
-        """Return whether a node misses the synchronization of a round. It depends only on node, round and seed."""
+        """Return whether a node misses the synchronization of a round. It depends only on the arguments."""
         if round_idx in self.missed_rounds.get(node, ()):
             return True
         return bool(np.random.default_rng(derive_seed(seed, "swarm", node, round_idx)).random() < self.missed_sync_prob)

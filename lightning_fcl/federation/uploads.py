@@ -1,8 +1,8 @@
-"""Uploads: all tensors that leave a client, and the transforms that change them.
+"""Uploads: all tensors that clients send, and the transforms that change them.
 
 An `Uploads` object contains each tensor that a client sends in a round: the entries of the module, the entries that the
-server keeps for a method, and the messages of methods. It also contains the tensors of other clients that train
-vectorized. In a simulation and on a node of a deployment, the object passes through the same steps:
+server keeps for a method, and the messages of methods. If several clients train vectorized, one object contains the
+tensors of all these clients. The steps are identical in a simulation and on a node of a deployment:
 
 =======================  ====================================================================================
 Where                    Step
@@ -13,8 +13,8 @@ server, sum of a round   `UploadTransform.on_sum`, last to first; division by th
 server, aggregate        `UploadTransform.on_aggregate`, first to last; server optimizer
 =======================  ====================================================================================
 
-With a transform that has ``sums_only`` (a mask), the server adds encoded values. It does not decode the upload of a
-single client, check it for finite values, or scale it if it is stale.
+With a transform that has ``sums_only`` (a mask), the server adds encoded values. In this case, the server does not
+decode single uploads, does not check them for non-finite values, and does not scale stale uploads.
 
 Client-local values are not part of an upload.
 """
@@ -37,14 +37,17 @@ from lightning_fcl.federation.packing import pack_nonzero
 from lightning_fcl.federation.reductions import Reduction
 
 Messages = Mapping[str, Sequence[State]]
-"""Messages of each client to methods in addition to the entries, by section of the method."""
+"""Messages of clients to methods, in addition to the entries.
+
+Each section name of a method maps to a list with the tensors of each client.
+"""
 
 Forms = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 """Dtype and shape of tensors, by name."""
 
 
 class Stage(IntEnum):
-    """The position of a transform in the list of transforms, which must be in ascending order."""
+    """The position of a transform in the list of transforms. The list must be in ascending order."""
 
     COMPRESSION = 1
     CLIP = 2
@@ -82,7 +85,7 @@ class Setting:
         seed: The seed of the federation.
         round_idx: Index of the round, from 0.
         clients: All clients of the federation.
-        senders: Sections of the methods whose clients send messages beside the entries.
+        senders: Sections of the methods whose clients send messages in addition to the entries.
     """
 
     state: State
@@ -107,20 +110,20 @@ class Uploads:
         weights: The weight of each client in means.
         reductions: The reduction of each entry.
         values: The entries, each of shape (clients, ...): states, or updates if ``are_updates``.
-        origins: Value of each entry from which an update is measured: `Reduction.empty_upload` of the state with which
-            the client started. It has the shape of one client's value, or (clients, ...) if clients started with
-            different states.
+        origins: Value of each entry from which updates are measured: `Reduction.empty_upload` of the server state with
+            which the client started. The value has the shape of one client's value. The shape is (clients, ...) if
+            clients started with different states.
         are_updates: Whether ``values`` are updates, which are values minus origins.
         client_states: The state of each client at the start of the round, by section.
 
     Attributes:
         codes: Entries that are sent encoded. They are not in ``values``.
-        messages: Messages of clients to methods in addition to the entries, by section of the method: a dict of tensors
-            for each client.
+        messages: Messages of clients to methods, in addition to the entries. Each section name of a method maps to a
+            list with a dict of tensors for each client.
         unchanged: Names of the entries that each client omits, because they equal the state that the server sent.
-        memories: New client states of transforms, by section: a dict of tensors for each client. They replace the
-            previous states when the server has accepted the upload.
-        exchanged: Tensors that each client keeps from the messages of transforms until the round ends, see `Exchange`.
+        memories: New states of transforms. Each section name maps to a list with a dict of tensors for each client.
+            They replace the previous client states when the server has accepted the upload.
+        exchanged: Tensors that each client keeps from the messages of transforms until the round ends. See `Exchange`.
     """
 
     def __init__(
@@ -156,7 +159,7 @@ class Uploads:
         return self.values[name] if self.are_updates else difference(self.values[name], self.origins[name])
 
     def state(self, name: str) -> Tensor:
-        """Return the states of an entry that is not encoded, shape (clients, ...)."""
+        """Return the clients' values of an entry that is not encoded, shape (clients, ...)."""
         value = self.values[name]
         if not self.are_updates:
             return value
@@ -179,9 +182,9 @@ class Uploads:
         return squares.sqrt()
 
     def scale(self, factors: Tensor) -> None:
-        """Multiply each client's decoded upload by a factor, shape (clients,).
+        """Multiply each client's decoded upload by a factor. ``factors`` has shape (clients,).
 
-        Integers are rounded toward zero.
+        Scaled integers are rounded toward zero.
         """
         for name, value in self.values.items():
             self.set_update(name, _scaled(self.update(name), factors.to(value.device)))
@@ -194,12 +197,12 @@ class Uploads:
             ]
 
     def tensors(self) -> State:
-        """Return all entries in encoded form, each of shape (clients, ...). Tensors of a code are ``NAME/TENSOR``."""
+        """Return all entries, each of shape (clients, ...). The tensors of an encoded entry are ``NAME/TENSOR``."""
         coded = {f"{name}/{part}": value for name, code in self.codes.items() for part, value in code.tensors.items()}
         return {**self.values, **coded}
 
     def client_tensors(self, row: int) -> State:
-        """Return the packed tensors that one client sends, by name. Their size is the size of the upload."""
+        """Return the packed tensors that one client sends, by name. The size of the upload is their total size."""
         state = {
             name: self.reductions[name].pack(value[row])
             for name, value in self.values.items()
@@ -212,7 +215,7 @@ class Uploads:
         return state
 
     def nbytes(self) -> list[int]:
-        """Return the number of bytes that each client sends, which is the size of the tensors in `client_tensors`."""
+        """Return the number of bytes that each client sends: the total size of the tensors in `client_tensors`."""
         reductions = self.reductions
         static_values = [value for name, value in self.values.items() if reductions[name].has_static_size]
         static_nbytes = sum(
@@ -237,8 +240,11 @@ class Sums:
     """The sums of a round, before the division by the denominators.
 
     Args:
-        values: The sum of the clients' weighted updates for each entry.
-        denominators: The number by which each sum is divided. 0: the entry keeps the server's value.
+        values: For each entry, the sum of the clients' updates. If the entry's reduction is ``weighted``, each update
+            is multiplied by the client's weight. With a transform that has ``sums_only``, the values before its
+            `UploadTransform.on_sum` are the result of its accumulator.
+        denominators: For each entry, the number by which the sum is divided: the sum of the weights, or 1 if the
+            reduction is not ``weighted``. 0: the entry keeps the server's value.
         clients: Names of the clients whose uploads are in the sums.
         round: Index of the round, from 0.
     """
@@ -254,14 +260,14 @@ class Exchange:
 
     Args:
         clients: The clients.
-        answers: Function that returns the clients' answers to questions.
+        answers: Function that sends questions and returns the answers of the clients, see `ask`.
     """
 
     def __init__(self, clients: Sequence[str], answers: Callable[[Mapping[str, State]], Mapping[str, State]]) -> None:
         self.clients, self._answers = clients, answers
 
     def ask(self, questions: Mapping[str, State]) -> Mapping[str, State]:
-        """Send tensors to clients, and return the tensors with which each client answers.
+        """Send tensors to clients, and return the tensors of each client's answer.
 
         Args:
             questions: The tensors for each client. `UploadTransform.answer` answers them.
@@ -270,10 +276,11 @@ class Exchange:
 
 
 class UploadTransform:
-    """A step between what clients send and what the server aggregates.
+    """A step that changes uploads on the clients, or that changes uploads, sums or the aggregate on the server.
 
-    A subclass overrides some of the functions, which change their argument in place. They are called in simulations and
-    in deployments. Store client state in ``uploads.memories``. The server saves it if it accepts the upload.
+    Override the functions that you need. `encode`, `decode`, `on_sum` and `on_aggregate` change an argument in place.
+    Simulations and deployments call the same functions. Store client state in ``uploads.memories``. The server saves it
+    if it accepts the upload.
 
     Example:
         >>> class Halved(UploadTransform):
@@ -291,13 +298,16 @@ class UploadTransform:
     """Whether clients send updates (the value minus the value at the start of the round) in place of states."""
 
     sums_only: ClassVar[bool] = False
-    """Whether the server may see only sums of encoded values. Then override `make_accumulator` and `on_sum`."""
+    """Whether the server adds encoded values and does not decode single uploads.
+
+    If True, override `make_accumulator` and `on_sum`.
+    """
 
     keeps_state: ClassVar[bool] = False
-    """Whether clients keep state of the transform between rounds."""
+    """Whether clients keep a state of the transform between rounds."""
 
     def setup(self, setting: Setting) -> None:
-        """Prepare for a round. Called before each round, and before the first one when a fit starts.
+        """Prepare for a round. Called at the start of a fit, and before each round.
 
         Raises:
             InvalidValueError: If the transform cannot be applied to an entry.
@@ -315,8 +325,8 @@ class UploadTransform:
         Args:
             client: The client.
             question: The tensors that the server sent.
-            memory: Tensors that the client keeps until the round ends, to be changed in place. `encode` finds them in
-                ``uploads.exchanged``.
+            memory: Tensors that the client keeps until the round ends. Change them in place. `encode` can read them
+                from ``uploads.exchanged``.
         """
         return {}
 
@@ -327,23 +337,23 @@ class UploadTransform:
         """Change uploads on the server, after it has received them."""
 
     def make_accumulator(self) -> Accumulator:
-        """Return a new accumulator that adds the encoded tensors of all entries in a round, see ``sums_only``."""
+        """Return a new accumulator that adds the encoded tensors of all entries in a round. See ``sums_only``."""
         raise NotImplementedError(f"Expected `{type(self).__name__}` with `sums_only` to define `make_accumulator`.")
 
     def on_sum(self, sums: Sums) -> None:
-        """Change the sums of a round. They can be sums over no clients."""
+        """Change the sums of a round in place. Also called for a round without uploads."""
 
     def on_aggregate(self, previous_state: State, aggregate: State) -> None:
         """Change the new server state before the server optimizer uses it."""
 
     def commit_round(self) -> None:
-        """Save the server's state of the transform, because the round is complete."""
+        """Save the transform's state on the server, because the round is complete."""
 
     def roll_back_round(self) -> None:
-        """Restore the server's state of the transform from before the round, because the round was interrupted."""
+        """Restore the transform's state on the server from before the round, because the round was interrupted."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the server's state of the transform, for checkpoints: tensors and plain values."""
+        """Return the transform's state on the server, for checkpoints: tensors and plain values."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -355,24 +365,24 @@ class UploadTransform:
 
 
 class UpdateCodec(UploadTransform, ABC):
-    """A transform that replaces the updates of entries by codes."""
+    """A transform that encodes the updates of entries, and decodes them on the server."""
 
     stage = Stage.COMPRESSION
 
     linear: ClassVar[bool] = False
-    """Whether the code of a sum of updates is the sum of their codes."""
+    """Whether the encoded form of a sum of updates is the sum of the encoded updates."""
 
     @abstractmethod
     def decompress(self, tensors: State, reference: Tensor) -> Tensor:
-        """Return the updates, shape (clients, n), from their codes. ``reference`` is one client's update."""
+        """Return the decoded updates, shape (clients, n). ``reference`` has the shape and dtype of one update."""
 
     @abstractmethod
     def scale(self, tensors: State, factors: Tensor) -> State:
-        """Return the codes of the updates times a factor for each client, shape (clients,)."""
+        """Return the encoded updates multiplied by each client's factor. ``factors`` has shape (clients,)."""
 
     @abstractmethod
     def forms(self, reference: Tensor) -> Forms:
-        """Return dtype and shape of each tensor of the code of one client's update."""
+        """Return the dtype and the shape of each tensor of one client's encoded update."""
 
     @abstractmethod
     def codes(self, name: str, setting: Setting) -> bool:
@@ -380,14 +390,14 @@ class UpdateCodec(UploadTransform, ABC):
 
     @abstractmethod
     def nbytes(self, n: int, itemsize: int) -> int:
-        """Return the number of bytes of one client's code of ``n`` numbers with ``itemsize`` bytes each."""
+        """Return the number of bytes of one client's encoded update of ``n`` numbers with ``itemsize`` bytes each."""
 
     def decode(self, uploads: Uploads) -> None:
         for name in [*uploads.codes]:
             uploads.set_update(name, uploads.codes.pop(name).decoded())
 
     def decode_sums(self, sums: Sums, setting: Setting) -> None:
-        """Replace the sums of codes by the sums of updates. The code must be linear."""
+        """Decode the sums of encoded updates. The encoding must be linear."""
         for name in (name for name in setting.uploaded if self.codes(name, setting)):
             reference = setting.state[name]
             parts = {part: sums.values.pop(f"{name}/{part}")[None] for part in self.forms(reference)}
@@ -395,7 +405,7 @@ class UpdateCodec(UploadTransform, ABC):
 
 
 def difference(values: Tensor, origin: Tensor) -> Tensor:
-    """Return values minus an origin, and 0 where the origin is non-finite. Booleans become integers."""
+    """Return ``values - origin``, and 0 for elements with a non-finite origin. Booleans are converted to integers."""
     if values.dtype == torch.bool:
         return values.to(torch.int8) - origin.to(torch.int8)
     result = values - origin
