@@ -137,7 +137,9 @@ class TopK(Compression):
         if "mask" in tensors:
             mask = unpack_mask(tensors["mask"], n)
             if not bool((mask.sum(dim=1) == k).all()):
-                raise InvalidValueError(f"Expected {k} positions of elements in an encoded update, but got a different number.")
+                raise InvalidValueError(
+                    f"Expected {k} positions of elements in an encoded update, but got a different number."
+                )
             positions = mask.nonzero()[:, 1].view(len(values), k)
         else:
             positions = tensors["positions"].long()

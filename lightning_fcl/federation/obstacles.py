@@ -47,7 +47,7 @@ class Reason(Enum):
     NOT_TENSORS = "the batches are not pairs of tensors"
     OTHER_SAMPLES = "`{}` of a sample depends on the other samples of the batch"
     FORWARD_STATE = "`forward` or `sample_loss` changes attributes or buffers of the module"
-    NOT_REPEATABLE = "the step gives a different result each time, or depends on a counter that clients share"
+    NOT_REPEATABLE = "the step gives a different result each time, or depends on the client's number of batches"
     LOSS_LOGS = "`sample_loss` or `forward` logs, and padding would be logged as well"
 
     # The module's own training step.

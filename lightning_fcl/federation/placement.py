@@ -12,18 +12,18 @@ from lightning_fcl.federation.client_store import ClientState, ClientStore
 from lightning_fcl.federation.ranks import Ranks, gather_by_client
 from lightning_fcl.federation.server import FederatedServer
 
-# Relative difference from the median time per sample up to which a client counts as typical.
+# Maximum relative difference from the median time per sample at which a client's time is replaced by the median.
 _NOISE = 0.3
-# Fraction of a rank's fair share of a round. The rank can have this much more work before a client group moves away.
+# Extra work of a rank above which a client group moves to another rank, as a fraction of the mean work per rank.
 _SLACK = 0.05
 
 
 class Placement:
-    """Assigns whole client groups to ranks: the longest first, each to the rank with the least work so far.
+    """Assigns whole client groups to ranks. The group with the longest time is assigned first.
 
-    The time of a client group is estimated from earlier rounds of its clients. In the first round, it is estimated from
-    the numbers of samples. Clients with states in memory return to the rank that has their states, as long as all ranks
-    have about the same amount of work.
+    Each group is assigned to the rank with the least work so far. The time of a group is estimated from earlier rounds
+    of its clients. In the first round, it is estimated from the number of samples. If client states are in memory, a
+    group stays on the rank that has most of its client states, unless this rank has clearly more work than others.
 
     Example:
         >>> from lightning_fcl.federation.ranks import SingleRank
@@ -50,7 +50,7 @@ class Placement:
                 store.delete(client)
 
     def hosts(self, client: str) -> bool:
-        """Return whether this rank hosts a client: it has the client's state, and tests the client's model."""
+        """Return whether this rank hosts a client: it tests the client's model, and keeps a state in memory."""
         return self._rank_of.get(client, 0) == self.ranks.rank
 
     def assign(self, client_groups: Sequence[Sequence[str]], samples: Mapping[str, int]) -> list[int]:
@@ -69,7 +69,7 @@ class Placement:
         return [number for number, rank in enumerate(ranks) if rank == self.ranks.rank]
 
     def _expected(self, names: Sequence[str], samples: Mapping[str, int]) -> float:
-        """Return the estimated training time of a client group in seconds, or its samples before the first round."""
+        """Return the estimated training time of a client group in seconds. Before the first round, return its samples."""
         usual = float(np.median(list(self._pace.values()))) if self._pace else 1.0
         paces = [self._pace.get(client, usual) for client in names]
         # Measured times also depend on the load of the machine. Only clear differences from the median count.
@@ -127,7 +127,7 @@ class Placement:
     def gather_all(self) -> dict[str, ClientState]:
         """Return the states of all clients on every rank.
 
-        All ranks must call this function. This is not necessary between `sync_all` and the next round.
+        All ranks must call this function together, except between `sync_all` and the next round.
         """
         if self._complete:
             return {client: self._store[client] for client in self._store}

@@ -32,12 +32,15 @@ class SentOnce:
     def begin_round(
         self, extra: Mapping[str, tuple[Tensor, object]], state: State, reductions: Mapping[str, Reduction]
     ) -> None:
-        """Find the entries that clients derive from the downloaded model, because they have their initial values."""
+        """Find the entries that clients download only once and whose value is still the initial value.
+
+        These entries are not sent, because clients compute the initial values from the downloaded model.
+        """
         constant_names = [name for name in extra if reductions[name].once]
         self.derived = {name for name in constant_names if torch.equal(extra[name][0], state[name])}
 
     def offer(self, download_state: State, reductions: Mapping[str, Reduction]) -> State:
-        """Set the entries that clients download only once from now on, and return all other entries."""
+        """Set the entries that clients download only once from now on. Return all other entries."""
         self.sizes = {name: value.nbytes for name, value in download_state.items() if reductions[name].once}
         return {name: value for name, value in download_state.items() if name not in self.sizes}
 
@@ -46,25 +49,28 @@ class SentOnce:
         return [name for name in self.received.get(client, ()) if name in self.sizes]
 
     def missing(self, client: str) -> list[str]:
-        """Return the names of the entries that a client has to receive."""
+        """Return the names of the entries that still have to be sent to a client."""
         return [name for name in self.sizes.keys() - self.derived if name not in self.received.get(client, ())]
 
     def missing_bytes(self, client: str) -> int:
-        """Return the bytes of the entries that a client has to receive."""
+        """Return the size in bytes of the entries that still have to be sent to a client."""
         return sum(self.sizes[name] for name in self.missing(client))
 
     def kept_bytes(self, client: str) -> int:
-        """Return the bytes of the entries that a client has received and keeps."""
+        """Return the size in bytes of the entries that a client has received and keeps."""
         return sum(self.sizes[name] for name in self.received_names(client))
 
     def note(self, record: RoundRecord) -> None:
-        """Record that all clients of a round have received the entries, except dropped clients."""
+        """Record that the clients that downloaded in a round have the entries. Dropped clients are not recorded."""
         if self.sizes:
             recipients = record.download_bytes.keys() - record.dropped.keys()
             self.received = {**self.received, **dict.fromkeys(recipients, tuple(self.sizes))}
 
     def forget(self, client: str) -> None:
-        """Send a client all entries again in the next round, because its answer did not arrive."""
+        """Record that a client has none of the entries, because its answer did not arrive.
+
+        The client receives the entries again in its next round.
+        """
         self.received.pop(client, None)
 
 

@@ -43,7 +43,10 @@ from lightning_fcl.validation import check_clients, format_code_names, format_na
 log = logging.getLogger(__name__)
 
 ExtraTensors = Mapping[str, tuple[Tensor, Reduction | str]]
-"""Entries of the server's state in addition to the module's (``"FedProto.prototypes"``): initial value, reduction."""
+"""Entries that the server's state contains in addition to the module's entries, such as ``"FedProto.prototypes"``.
+
+Each name maps to the initial value and the reduction.
+"""
 
 
 class FederatedServer:
@@ -51,10 +54,10 @@ class FederatedServer:
 
     Args:
         client_store: Store of the clients' states.
-        client_weights: A client's weight in means: ``"samples"`` of the round, ``"trained_samples"`` (also counts
-            replay samples), ``"uniform"``, or a dict with a number for each client.
+        client_weights: Weight of each client in means. ``"samples"``: its number of samples in the round.
+            ``"trained_samples"``: also counts replay samples. ``"uniform"``: 1. A dict: a number for each client.
         server_optimizer: Function that makes the optimizer that steps the server on the pseudo-gradient.
-        transforms: The transforms of uploads, in the order of `lightning_fcl.federation.uploads.Stage`.
+        transforms: The upload transforms, in the order of `lightning_fcl.federation.uploads.Stage`.
 
     Example:
         >>> import torch
@@ -90,12 +93,12 @@ class FederatedServer:
         self.senders: Sequence[str] = ()
         # Messages that arrived in the round, by section and client.
         self.messages: dict[str, dict[str, State]] = {}
-        # Maximum change of the state per round, relative to the larger of its norm and 1.
+        # Maximum change of the state per round, relative to the larger of 1 and the norm of the state.
         self.max_update_norm = math.inf
         self.state: State = {}
         # Index of each client. It defines an order of clients that does not depend on the arrival of uploads.
         self.client_index: dict[str, int] = {}
-        # Entries in addition to the module's, which keep their values between rounds.
+        # Entries that are not in the module. The server keeps their values between rounds.
         self.extra_tensors: State = {}
         self.sent_once = SentOnce()
         self.reductions: dict[str, Reduction] = {}
@@ -117,7 +120,7 @@ class FederatedServer:
         self._changed: set[str] = set()
         # New client states of transforms, by client, until they are saved.
         self._memories: dict[str, ClientState] = {}
-        # Tensors that clients keep from the messages of transforms until the round ends.
+        # Tensors that clients keep until the round ends, from the messages of transforms.
         self._exchanged: dict[str, StateSection] = {}
 
     def start_fit(
@@ -146,14 +149,14 @@ class FederatedServer:
         Args:
             module: The module. If it has a ``reductions`` attribute, the attribute defines the reductions of the
                 module's entries. It is read again in each round.
-            rules: Reductions by pattern, which override the module's.
-            extra_tensors: Entries in addition to the module's. Clients download and upload them like other entries. The
-                server keeps their values between rounds, in the attribute ``extra_tensors``. A value given here is used
+            rules: Reductions by pattern, which override the reductions of the module.
+            extra_tensors: Entries in addition to the module's entries. Clients download and upload these entries too.
+                The server keeps their values between rounds, in the attribute ``extra_tensors``. A given value is used
                 only if the server has no value yet.
             round_idx: Index of the round.
 
         Raises:
-            InvalidValueError: If the module already has an entry of ``extra_tensors``, or the state is non-finite.
+            InvalidValueError: If the module has an entry of ``extra_tensors``, or a trainable entry is non-finite.
         """
         self.reductions = get_reductions(module, rules)
         self.state = {name: plain_tensor(value).clone() for name, value in state_tensors(module).items()}
@@ -223,14 +226,14 @@ class FederatedServer:
 
     @property
     def has_local_state(self) -> bool:
-        """Whether clients keep local entries, or states of transforms."""
+        """Whether clients keep local entries or the states of transforms between rounds."""
         return any(reduction.is_local for reduction in self.reductions.values()) or self.pipeline.keeps_state
 
     def download(self, clients: Sequence[str]) -> tuple[list[State], list[ClientState]]:
         """Return the state that each client starts a round from, and the stored state of each client.
 
-        A client starts from the server's state with the client's local entries. Clients without such entries share one
-        object.
+        A client starts from the server's state with the client's local and unsent entries. Clients without these
+        entries can share one state object.
         """
         client_states = [self.client_store[client] for client in clients]
         states = [
@@ -258,7 +261,7 @@ class FederatedServer:
         states: Mapping[str, Tensor],
         messages: Messages | None = None,
     ) -> list[bool]:
-        """Encode the uploads of clients, count their bytes, and accept the uploads, in a simulation.
+        """Encode the uploads of clients, count the bytes, and accept the uploads. Only for simulations.
 
         Args:
             client_rounds: The clients in the current round.
@@ -286,8 +289,9 @@ class FederatedServer:
         """Do the client side of an upload: drop clients with non-finite numbers, and apply the transforms.
 
         Returns:
-            A tuple of four: the uploads of the clients with finite numbers, a flag for each client (True: only finite
-            numbers), the known weighted sums of entries, and the entries with non-finite numbers of the server.
+            Four values: the uploads of the clients with finite numbers, a flag for each client (True: all numbers are
+            finite), weighted sums of entries over the uploads, and the names of the uploaded entries in which the
+            server's state has non-finite numbers. The sums can be empty.
         """
         missing = [name for name, reduction in self.reductions.items() if reduction.is_uploaded and name not in states]
         if missing:
@@ -297,7 +301,7 @@ class FederatedServer:
                 argument=missing[0],
             )
         weights = compute_client_weights(self.client_weights, parts)
-        # If there are transforms, the server adds other numbers than these states.
+        # With transforms, the server does not add these states, so their sums are not used.
         plain = not self.pipeline.transforms
         sums = self.aggregator.weighted_sums(states, weights) if len(parts) > 1 and plain else {}
         usable_flags, non_finite_entries = self.drop_non_finite(parts, states, sums)
@@ -326,25 +330,25 @@ class FederatedServer:
         return uploads, usable_flags, sums, non_finite_entries
 
     def received(self, clients: ClientRounds, tensors: Mapping[str, Tensor]) -> Uploads:
-        """Return the upload of one client from the tensors that its node sent, see `Pipeline.received`."""
+        """Return the upload of one client from the tensors that its node sent. See `Pipeline.received`."""
         (weight,) = compute_client_weights(self.client_weights, clients)
         return self.pipeline.received(clients, weight, tensors, self._frozen)
 
     def decode(self, uploads: Uploads) -> None:
-        """Decode uploads, unless the server may see only sums."""
+        """Decode uploads. With a transform that has ``sums_only``, do nothing."""
         if self.pipeline.mask is None:
             self.pipeline.decode(uploads)
 
     def accept(
         self, uploads: Uploads, sums: GroupSums | None = None, non_finite_entries: Sequence[str] | None = None
     ) -> list[bool]:
-        """Do the rest of the server side of an upload: drop uploads with non-finite numbers, and add all other uploads.
+        """Add decoded uploads to the aggregate on the server. Drop uploads with non-finite numbers.
 
         Args:
             uploads: The decoded uploads.
             sums: Weighted sums of entries, if they are known.
-            non_finite_entries: Entries in which the server has non-finite numbers, if all other numbers of the uploads
-                are known to be finite. None: check the uploads.
+            non_finite_entries: Names of the entries in which the server has non-finite numbers. If given, all other
+                numbers of the uploads must be finite. None: check the uploads.
 
         Returns:
             Whether each client's upload was accepted.
@@ -379,7 +383,7 @@ class FederatedServer:
         return accepted_flags
 
     def send(self, client: str, tensors: State) -> State:
-        """Send tensors to a client in addition to the state, count their bytes, and return what the client receives."""
+        """Count the bytes of tensors that are sent to a client in addition to the state, and return the tensors."""
         self.record.add_download_bytes(client, sum(value.nbytes for value in tensors.values()))
         return tensors
 
@@ -411,7 +415,7 @@ class FederatedServer:
             (transform.after_upload if is_after_upload else transform.before_upload)(messages)
 
     def adjust(self, uploads: Uploads) -> bool:
-        """Correct decoded uploads of clients that started with an older server state. Return whether there are any."""
+        """Correct uploads of clients that started from an older server state. Return whether an upload was corrected."""
         return False
 
     def _origins(self, clients: Sequence[str]) -> State:
@@ -437,7 +441,8 @@ class FederatedServer:
         """Drop clients with non-finite numbers.
 
         Returns:
-            Whether each client has only finite numbers, and the entries in which the server has non-finite numbers.
+            A flag for each client (True: all numbers are finite), and the names of the uploaded entries in which the
+            server has non-finite numbers.
         """
         faults, non_finite_entries = find_non_finite(states, self._start, self.reductions, sums)
         for row, at_fault in faults.items():
@@ -445,7 +450,7 @@ class FederatedServer:
         return [row not in faults for row in range(len(client_rounds))], non_finite_entries
 
     def _leave_out(self, uploads: Uploads) -> None:
-        """Mark the frozen parameters that clients have not changed, so that the clients do not upload them."""
+        """Mark the frozen parameters that clients have not changed. The clients do not upload these parameters."""
         for name in self._frozen:
             value = uploads.values[name]
             unchanged_flags = (value == self.state[name]).view(*value.shape, 1).flatten(1).all(dim=1).tolist()
@@ -453,7 +458,7 @@ class FederatedServer:
                 unchanged.add(name)
 
     def _drop(self, client_round: ClientRound, at_fault: Sequence[str]) -> None:
-        """Drop an upload and the client's unsent entries, which would also make the next uploads non-finite."""
+        """Drop an upload. Also delete the client's unsent entries, because they would make later uploads non-finite."""
         client, client_state = client_round.client_id, self.client_store[client_round.client_id]
         if RESIDUAL_SECTION in client_state:
             self.client_store[client] = {
@@ -471,10 +476,10 @@ class FederatedServer:
         method_states: Mapping[str, StateSection],
         missed_sync: bool = False,
     ) -> None:
-        """Save a client's local entries of ``state``, and its ``method_states`` by section.
+        """Save the client-local entries of ``state``, and the ``method_states`` by section.
 
-        If the client missed the synchronization (``missed_sync``), also save the entries that it would have uploaded.
-        The client continues from them.
+        If the client missed the synchronization (``missed_sync``), also save the entries that it could not upload. The
+        client continues from these entries.
         """
         local_entries = {n: v.detach().clone() for n, v in state.items() if self.reductions[n].is_local}
         unsent = {n: v.detach().clone() for n, v in state.items() if missed_sync and self.reductions[n].is_uploaded}
@@ -504,7 +509,7 @@ class FederatedServer:
         """Aggregate the uploads and return the new server state.
 
         Raises:
-            InvalidValueError: If the new state is non-finite, or changes by more than ``max_update_norm``.
+            InvalidValueError: If an entry becomes non-finite, or the state changes by more than ``max_update_norm``.
         """
         # Frozen parameters that no client changed stay bitwise identical.
         frozen = {name: self.state[name] for name in self._frozen if name not in self._changed}
@@ -527,7 +532,7 @@ class FederatedServer:
             moving = [name for name in rules if self.state[name].is_floating_point()]
             check_update_norm(self.state, aggregate, moving, self.max_update_norm)
         self.extra_tensors.update({name: aggregate[name] for name in self.extra_tensors if name in aggregate})
-        # Release the memory of this round's aggregator, because the next one may need as much.
+        # Release the memory of this round's aggregator. The aggregator of the next round can need as much memory.
         self.aggregator = Aggregator({})
         self._offer(aggregate)
         self.sent_once.note(self.record)
@@ -536,7 +541,7 @@ class FederatedServer:
         return aggregate
 
     def undo_round(self) -> None:
-        """Restore the states of clients and transforms from before a round that was interrupted."""
+        """Restore the states of clients and transforms from before the round, if the round was interrupted."""
         self._memories = {}
         self.pipeline.undo_round()
         self.client_store.roll_back_round()
@@ -550,9 +555,10 @@ class FederatedServer:
         }
 
     def check_clients(self, stream_clients: Sequence[str], explicit_clients: Iterable[str] = ()) -> None:
-        """Raise an error if weights or other settings do not match the clients of the stream.
+        """Raise an error if ``client_weights`` or other settings do not match the clients of the stream.
 
-        Each client that a setting names must be in the stream. If there is a weight per client, each must be positive.
+        Each client that a setting names must be in the stream. If ``client_weights`` is a dict, it must contain a
+        positive weight for each client of the stream.
         """
         weights = self.client_weights if isinstance(self.client_weights, dict) else None
         check_clients("names", {*explicit_clients, *(weights or ())}, stream_clients)
@@ -560,14 +566,14 @@ class FederatedServer:
             client for client in stream_clients if weights is not None and not weights.get(client, 0) > 0
         ]:
             raise InvalidValueError(
-                "Expected `client_weights` to give each client a positive weight, but it gives none to "
+                "Expected `client_weights` to contain a positive weight for each client, but it contains none for "
                 f"{format_names(unweighted_clients)}.",
-                hint='Add a number above 0 for each, or use `client_weights="samples"`.',
+                hint='Add a number above 0 for each of these clients, or use `client_weights="samples"`.',
                 argument="client_weights",
             )
 
     def state_dict(self, clients: Mapping[str, ClientState] | None = None) -> dict[str, Any]:
-        """Return what a checkpoint stores in addition to the module's state, which is the server's state.
+        """Return the values that a checkpoint stores in addition to the module's state.
 
         Args:
             clients: States of all clients. Required if the store does not contain all of them.

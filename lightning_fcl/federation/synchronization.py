@@ -1,8 +1,8 @@
 """Client sampling and timing: which clients train in a round, and which uploads arrive in time.
 
 Both depend only on the seed, the plan, the clients' names, their speeds and the sizes of messages. Training does not
-change them, so they are known before the round and identical on every machine. A late client does not train. The clock
-counts nanoseconds as integers, so that sums of times do not depend on their order.
+change them. Therefore they are computed before the round, and are identical on every machine. A late client does not
+train. The clock counts nanoseconds as integers, so that sums of times do not depend on the order of addition.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class RoundTiming:
     Args:
         clients: Clients whose uploads count, in the plan's order.
         no_data: Sampled clients that have no data, or too few samples to train on.
-        late_clients: Clients whose uploads arrive too late.
-        duration_s: Seconds since the end of the previous round.
-        staleness: Number of rounds that ended since each client's download, if above 0.
+        late_clients: Clients whose uploads arrive too late. These clients do not train.
+        duration_s: Duration in seconds, from the end of the previous round to the end of this round.
+        staleness: Number of rounds that ended since each client's download. Contains only numbers above 0.
     """
 
     clients: list[str]
@@ -76,7 +76,7 @@ class RoundTiming:
 
 
 class Synchronization(ABC):
-    """Base class of the rules that define when uploads arrive, and which uploads make up a round.
+    """Base class of the rules that define the arrival time of each upload, and the uploads that belong to a round.
 
     Args:
         speeds: Speeds of the clients.
@@ -89,7 +89,7 @@ class Synchronization(ABC):
     """The argument of `start`."""
 
     time: ClassVar[str] = "per round"
-    """Phrase for messages: when the number of clients of `Participation` trains."""
+    """Phrase in messages after the number of training clients, as in "3 of 10 clients per round"."""
 
     def __init__(self, speeds: ClientSpeeds) -> None:
         if not isinstance(speeds, ClientSpeeds):
@@ -101,13 +101,13 @@ class Synchronization(ABC):
         self.speeds = speeds
 
     def start(self, context: TimingContext, round_idx: int = 0) -> None:
-        """Set the federation for which the timing is computed. The fit starts or resumes at ``round_idx``."""
+        """Set the federation whose timing is computed. ``round_idx`` is the round in which the fit starts or resumes."""
         self.speeds.check_clients(context.plan.clients)
         self.context = context
 
     @abstractmethod
     def round_timing(self, round_idx: int) -> RoundTiming:
-        """Return the timing of a current or future round."""
+        """Return the timing of the current round or a future round."""
 
     def server(self, current_round: Callable[[], int]) -> Callable[..., FederatedServer]:
         """Return a function that makes the server from the arguments of `FederatedServer`.
@@ -118,7 +118,7 @@ class Synchronization(ABC):
         return FederatedServer
 
     def check(self, pipeline: Pipeline) -> None:
-        """Raise InvalidValueError if the synchronization cannot be combined with transforms of uploads."""
+        """Raise InvalidValueError if the synchronization does not support the upload transforms of ``pipeline``."""
         return
 
     def client_duration_ns(self, client: str, round_idx: int) -> int:
@@ -140,15 +140,15 @@ def nanoseconds(seconds: float) -> int:
 class Deadline(Synchronization):
     """Synchronous rounds with a deadline (Bonawitz et al., 2019, section 2.2).
 
-    A round ends when enough uploads have arrived, or at the deadline. A client is late if its download, training and
-    upload take longer. A late client counts like a client that was not sampled. If no client is in time, the round
-    waits for the first upload. Sample more clients than ``target_uploads`` (1.3 times as many in the paper), so that
-    the round does not wait for the slowest clients.
+    A round ends when ``target_uploads`` uploads have arrived, or at the deadline. A client is late if its upload arrives
+    after the end of the round. A late client is treated like a client that was not sampled. If no upload arrives before
+    the deadline, the round waits for the first upload. Sample more clients than ``target_uploads`` (1.3 times as many in
+    the paper), so that the round does not wait for the slowest clients.
 
     Args:
         speeds: Speeds of the clients.
         timeout: Deadline in seconds after the start of a round. Later uploads do not count. None: no deadline.
-        target_uploads: Number of uploads at which a round ends. None: all uploads that are in time.
+        target_uploads: Number of uploads at which a round ends. None: the round waits for all uploads in time.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -201,7 +201,7 @@ class Deadline(Synchronization):
 
 
 def count_sampled_clients(participation: float | int, num_clients: int) -> int:
-    """Return the number of clients per round. A float is a fraction of all clients, an int is a number. At least 1.
+    """Return the number of clients per round, at least 1. A float is a fraction of all clients, an int is a number.
 
     Example:
         >>> count_sampled_clients(0.25, 10), count_sampled_clients(0.01, 10), count_sampled_clients(4, 10)
@@ -225,10 +225,10 @@ class Participation:
             client without data.
 
     Args:
-        fraction_or_count: Clients per round, sampled again in each round. A float is a fraction (1.0: all clients), an
-            int is a number. At least one client is sampled.
+        fraction_or_count: Number of clients per round. A float is a fraction of all clients (1.0: all clients), an int
+            is a number. At least one client is sampled. Clients are sampled again in each round.
         seed: Seed of the sampling.
-        swarm: Nodes that leave or miss a synchronization, and a master. None: a federation with a server.
+        swarm: The swarm, whose nodes can leave or miss a synchronization. None: a federation with a server.
         synchronization: Rule for the uploads that arrive in time on the simulated clock. None: all uploads count.
 
     Raises:
@@ -275,7 +275,7 @@ class Participation:
 
     @property
     def explicit_clients(self) -> list[str]:
-        """The clients that the settings name. Each must be a client of the stream."""
+        """The clients that the settings contain by name. Each must be a client of the stream."""
         speed_clients = self.synchronization.speeds.explicit_clients if self.synchronization is not None else []
         return [*speed_clients, *(self.swarm.explicit_nodes if self.swarm is not None else ())]
 
@@ -291,12 +291,12 @@ class Participation:
         return everyone and self.swarm is None and self.synchronization is None
 
     def describe(self, clients: int) -> str:
-        """Return how many of the stream's clients train, for example "1 of 10 clients per round"."""
+        """Return the number of training clients as text, for example "1 of 10 clients per round"."""
         time = "per round" if self.synchronization is None else self.synchronization.time
         return f"{min(clients, count_sampled_clients(self.fraction_or_count, clients))} of {clients} clients {time}"
 
     def check_rounds(self, rounds: int) -> None:
-        """Raise ValueError if the swarm names a round that is not among the first ``rounds`` rounds of the stream."""
+        """Raise ValueError if the swarm's settings contain a round that is not below ``rounds``."""
         if self.swarm is None:
             return
         for round_idx in self.swarm.explicit_rounds:
@@ -310,7 +310,7 @@ class Participation:
                 )
 
     def check_samples(self, plan: Plan, rounds: int) -> None:
-        """Raise ValueError if one of the first rounds has no client with `min_samples`."""
+        """Raise ValueError if all clients of one of the first rounds have fewer than `min_samples` samples."""
         for round_idx in range(min(rounds, plan.num_rounds) if self.min_samples > 1 else 0):
             if not self.candidates(plan, round_idx):
                 raise MissingValueError(
@@ -321,23 +321,26 @@ class Participation:
                 )
 
     def candidates(self, plan: Plan, round_idx: int) -> set[str]:
-        """Return the clients that can train in a round: those that are available and have enough samples."""
+        """Return the clients that can train in a round: they are available and have enough samples."""
         current = plan.train[round_idx]
         present = current.keys() - self.unavailable(round_idx)
-        # Do not read samples if every number is enough. The server of a deployment does not know them.
+        # If any number of samples is sufficient, do not read the samples. The server of a deployment has no samples.
         if self.min_samples > 1:
             present = {client for client in present if not 0 < len(current[client]) < self.min_samples}
         return present
 
     def sample_on_time_clients(self, plan: Plan, round_idx: int) -> tuple[list[str], list[str]]:
-        """Return the sampled clients whose uploads arrive in time, and those without data. See `sample_clients`."""
+        """Return the sampled clients whose uploads arrive in time, and the sampled clients without sufficient data.
+
+        See `sample_clients`.
+        """
         if self.synchronization is None:
             return self.sample_clients(plan, round_idx)
         timed = self.synchronization.round_timing(round_idx)
         return timed.clients, timed.no_data
 
     def sample_clients(self, plan: Plan, round_idx: int) -> tuple[list[str], list[str]]:
-        """Return the sampled clients of a round, and the sampled clients that have too few samples.
+        """Return the sampled clients that can train in a round, and the available sampled clients with too little data.
 
         Both lists are in the plan's order. At least one client trains. Unavailable clients do not change the sampling
         of other clients.
@@ -377,11 +380,11 @@ class Participation:
         self.withdrawn_clients.add(client)
 
     def misses_sync(self, client: str, round_idx: int) -> bool:
-        """Return whether a client trains in a round but misses its synchronization."""
+        """Return whether a client trains in a round but misses the synchronization of the round."""
         return self.swarm is not None and self.swarm.misses_sync(client, round_idx, self.seed)
 
     def elect_master(self, record: RoundRecord, clients: Sequence[str]) -> None:
-        """Record the master of a round in a swarm: the first reachable client. Its transmitted bytes count as 0."""
+        """Record the master of a round in a swarm: the first reachable client. The bytes that it transmits count as 0."""
         if self.swarm is None:
             return
         record.master = self.swarm.elect_master([client for client in clients if client in record.upload_bytes])
