@@ -2,8 +2,8 @@
 
 A client's *update* of an entry is the client's value minus the value at the start of the round, plus the residual of
 earlier rounds. The client sends the encoded update, and the server decodes it. The *residual* is the update minus the
-decoded update. The client stores it (Seide et al., 2014; Stich et al., 2018, "Sparsified SGD with memory", Algorithm 1).
-Therefore, over all rounds, the sum of a client's decoded updates differs from the sum of its changes only by the last
+decoded update. The client stores the residual (Seide et al., 2014; Stich et al., 2018, "Sparsified SGD with memory",
+Algorithm 1). Therefore, over all rounds, the sum of a client's decoded updates differs from the sum of its changes only by the last
 residual.
 """
 
@@ -45,7 +45,7 @@ class Compression(UpdateCodec, ABC):
         """Return the encoded updates of several clients. ``updates`` has shape (clients, n)."""
 
     def should_compress(self, value: Tensor) -> bool:
-        """Return whether the encoded update of a tensor is shorter than the tensor. If not, the tensor is not encoded."""
+        """Return whether the encoded update of a tensor is shorter than the tensor. If not, the tensor is sent."""
         return self.nbytes(value.numel(), value.element_size()) < value.nbytes
 
     def codes(self, name: str, setting: Setting) -> bool:
@@ -179,9 +179,9 @@ class TopK(Compression):
 class Quantize(Compression):
     """Compression that rounds each element of an update to the nearest integer multiple of a scale.
 
-    Each entry of each client has a separate scale: the largest absolute value divided by ``2^(bits - 1) - 1``. The scale
-    is sent with the integers, in 4 bytes, or in 8 bytes if the elements have 8 bytes. Unlike in QSGD (Alistarh et al.,
-    2017), rounding is not stochastic, because error feedback corrects the bias.
+    Each entry of each client has a separate scale: the largest absolute value divided by ``2^(bits - 1) - 1``. The
+    scale is sent with the integers, in 4 bytes, or in 8 bytes if the elements have 8 bytes. Unlike in QSGD (Alistarh et
+    al., 2017), rounding is not stochastic, because error feedback corrects the bias.
 
     Args:
         bits: Bits per element, from 2 to 16.

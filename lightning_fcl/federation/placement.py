@@ -50,7 +50,7 @@ class Placement:
                 store.delete(client)
 
     def hosts(self, client: str) -> bool:
-        """Return whether this rank hosts a client: it tests the client's model, and keeps a state in memory."""
+        """Return whether this rank hosts a client: it stores the client's state and tests the client's model."""
         return self._rank_of.get(client, 0) == self.ranks.rank
 
     def assign(self, client_groups: Sequence[Sequence[str]], samples: Mapping[str, int]) -> list[int]:
@@ -69,7 +69,7 @@ class Placement:
         return [number for number, rank in enumerate(ranks) if rank == self.ranks.rank]
 
     def _expected(self, names: Sequence[str], samples: Mapping[str, int]) -> float:
-        """Return the estimated training time of a client group in seconds. Before the first round, return its samples."""
+        """Return the estimated training time of a client group in seconds, or its samples before the first round."""
         usual = float(np.median(list(self._pace.values()))) if self._pace else 1.0
         paces = [self._pace.get(client, usual) for client in names]
         # Measured times also depend on the load of the machine. Only clear differences from the median count.

@@ -80,8 +80,8 @@ class Reduction:
     """Whether the server can compute the result from the sum of the uploads alone.
 
     If True, the result is the server's value plus the sum of all differences between an upload and `empty_upload`. If
-    the reduction is also ``weighted``, each difference is multiplied by the weight of its client, and the sum is divided
-    by the sum of the weights.
+    the reduction is also ``weighted``, each difference is multiplied by the client's weight, and the sum is divided by
+    the sum of the weights.
     """
 
     weighted: bool = False

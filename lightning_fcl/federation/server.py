@@ -415,7 +415,7 @@ class FederatedServer:
             (transform.after_upload if is_after_upload else transform.before_upload)(messages)
 
     def adjust(self, uploads: Uploads) -> bool:
-        """Correct uploads of clients that started from an older server state. Return whether an upload was corrected."""
+        """Correct uploads of clients that started from an older server state. Return whether any was corrected."""
         return False
 
     def _origins(self, clients: Sequence[str]) -> State:

@@ -101,7 +101,7 @@ class Synchronization(ABC):
         self.speeds = speeds
 
     def start(self, context: TimingContext, round_idx: int = 0) -> None:
-        """Set the federation whose timing is computed. ``round_idx`` is the round in which the fit starts or resumes."""
+        """Set the federation whose timing is computed. The fit starts or resumes at ``round_idx``."""
         self.speeds.check_clients(context.plan.clients)
         self.context = context
 
@@ -140,10 +140,10 @@ def nanoseconds(seconds: float) -> int:
 class Deadline(Synchronization):
     """Synchronous rounds with a deadline (Bonawitz et al., 2019, section 2.2).
 
-    A round ends when ``target_uploads`` uploads have arrived, or at the deadline. A client is late if its upload arrives
-    after the end of the round. A late client is treated like a client that was not sampled. If no upload arrives before
-    the deadline, the round waits for the first upload. Sample more clients than ``target_uploads`` (1.3 times as many in
-    the paper), so that the round does not wait for the slowest clients.
+    A round ends when ``target_uploads`` uploads have arrived, or at the deadline. A client is late if its upload
+    arrives after the end of the round. A late client is treated like a client that was not sampled. If no upload
+    arrives before the deadline, the round waits for the first upload. Sample more clients than ``target_uploads`` (1.3
+    times as many in the paper), so that the round does not wait for the slowest clients.
 
     Args:
         speeds: Speeds of the clients.
@@ -384,7 +384,7 @@ class Participation:
         return self.swarm is not None and self.swarm.misses_sync(client, round_idx, self.seed)
 
     def elect_master(self, record: RoundRecord, clients: Sequence[str]) -> None:
-        """Record the master of a round in a swarm: the first reachable client. The bytes that it transmits count as 0."""
+        """Record the master of a round in a swarm: the first reachable client. Its transmitted bytes count as 0."""
         if self.swarm is None:
             return
         record.master = self.swarm.elect_master([client for client in clients if client in record.upload_bytes])

@@ -1,4 +1,4 @@
-"""Random targets and outputs, with which a trial checks that a row does not depend on the other rows of its batch."""
+"""Random targets and outputs for a trial. The trial checks that a row does not depend on other rows of its batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROWS = 16
 """Number of samples that a trial reads."""
 # Fixed, because the stream's seed must not change the result of a trial.
 _SEED = 5923
-# Limit for the count of random output values. If all classes fit below the limit, a batch contains each class.
+# Limit for the number of random output values. If there are few enough classes, a batch contains each class.
 _NUMBERS = 2**17
 _RELATIVE, _ABSOLUTE = 1e-5, 1e-6
 
@@ -25,9 +25,9 @@ RowFunction = Callable[[Tensor, Tensor], Tensor]
 
 
 class Composition(Enum):
-    """A composition of the targets of a batch. The value is the share of the first class, if there is one."""
+    """The composition of the targets of a batch. The value is the fraction of targets that are the first class."""
 
-    EACH = None  # each class once, then again from the first class
+    EACH = None  # all classes in order, repeated from the first class
     DRAWN = 0.0
     UNEQUAL = 0.75  # the remaining targets are random
     SINGLE = 1.0
@@ -39,7 +39,7 @@ class Drawer:
     Args:
         y: Targets of some samples, shape (samples, ...).
         output: The module's outputs for these samples, shape (samples, ...).
-        num_classes: Number of classes if the targets are classes, otherwise 0.
+        num_classes: Number of classes of a classification. 0: the targets are not classes.
     """
 
     def __init__(self, y: Tensor, output: Tensor, num_classes: int) -> None:
@@ -64,7 +64,7 @@ class Drawer:
         return self._pool[indices.to(self._pool.device)]
 
     def outputs(self, scale: float = 1.0, rows: int | None = None) -> Tensor:
-        """Return outputs, shape (rows, ...): normal, or uniform in the range of the module's outputs."""
+        """Return outputs, shape (rows, ...): normally distributed, or uniform in the range of the module's outputs."""
         shape = (rows or self.rows, *self._output.shape[1:])
         if self._in_range:
             low, high = self._output.min(), self._output.max()
@@ -72,14 +72,14 @@ class Drawer:
         return scale * torch.randn(shape, generator=self._generator).to(self._output)
 
     def fit_range_of(self, function: RowFunction) -> None:
-        """Draw from the range of the module's outputs if the function rejects outputs outside it, as BCE does."""
+        """Use the range of the module's outputs from now on if the function rejects other outputs, as BCE does."""
         try:
             function(self.outputs(), self.targets(Composition.EACH))
         except (ValueError, RuntimeError):
             self._in_range = True
 
     def has_independent_rows(self, function: RowFunction) -> bool:
-        """Return whether no row changes if other rows are replaced or removed, or if rows are added."""
+        """Return whether rows stay equal if other rows are replaced or removed, or if rows are added."""
         even_rows = torch.arange(0, self.rows, 2)
         for composition in Composition:
             output, y = self.outputs(), self.targets(composition)
@@ -99,7 +99,7 @@ class Drawer:
 
 
 def trial_rows(stream: FederatedStream) -> IntArray | None:
-    """Return the indices of `ROWS` samples spread over the training data, or None if there are no data.
+    """Return the indices of `ROWS` samples spread over the training data, or None if there is no training data.
 
     The samples do not depend on the stream's seed.
     """
@@ -116,9 +116,9 @@ def trial_rows(stream: FederatedStream) -> IntArray | None:
 
 
 def has_independent_outputs(forward: Callable[[Tensor], Tensor], x: Tensor) -> bool:
-    """Return whether an output stays equal if other inputs are replaced or removed, or if inputs are appended.
+    """Return whether the outputs stay equal if other inputs are replaced or removed, or if inputs are appended.
 
-    Prepended inputs are not tested, because padding and the batches of other clients do not move a sample.
+    Prepended inputs are not tested, because padding and batches of other clients never change a sample's position.
     """
     whole = forward(x)
     if not isinstance(whole, Tensor) or len(whole) != len(x):
@@ -134,7 +134,7 @@ def has_independent_outputs(forward: Callable[[Tensor], Tensor], x: Tensor) -> b
 
 
 def is_close(actual: Tensor, expected: Tensor) -> bool:
-    """Return whether two tensors are equal up to rounding, by the norm of their difference."""
+    """Return whether two tensors are equal up to rounding. The norm of their difference is compared with a tolerance."""
     if actual.shape != expected.shape:
         return False
     actual, expected = actual.detach(), expected.detach()

@@ -1,4 +1,4 @@
-"""Recording of the values that a vectorized step logs for each client, so that they are logged once for all clients."""
+"""Recording of the values that a vectorized step logs for each client, so that each value is logged only once."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class MetricUpdate:
 
 
 class _BatchValue:
-    """Result of a metric's call in a vectorized step, which has no value. Each use raises ObstacleError."""
+    """The result of calling a metric in a vectorized step. It has no value, and each use raises ObstacleError."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise ObstacleError(Reason.METRIC)
@@ -75,8 +75,8 @@ class LogRecorder:
         module: The module.
 
     Attributes:
-        lines: Logged values and metric updates of the step, in order.
-        values: The tensors: one value for each `LogEntry`, a list of the arguments for each `MetricUpdate`.
+        lines: Logged values and metric updates of the step, in order, without their tensors.
+        values: The tensors for each line: one value for a `LogEntry`, a list of the arguments for a `MetricUpdate`.
     """
 
     def __init__(self, module: L.LightningModule) -> None:
@@ -102,7 +102,7 @@ class LogRecorder:
 
     @contextmanager
     def recording(self, batch: Batch) -> Iterator[None]:
-        """Record the values that a step on a batch logs. Earlier records are deleted."""
+        """Temporarily record the values that a step on a batch logs. Earlier records are deleted."""
         self.lines, self.values, self._batch = [], [], batch
         previous_functions = [own.get(function) for own, function, _ in self._stand_ins]
         for attributes, function, stand_in in self._stand_ins:
@@ -156,10 +156,11 @@ class LogRecorder:
         self.values.append(value.reshape(()))
 
     def replay(self, groups: Sequence[tuple[Sequence[LogEntry | MetricUpdate], Sequence[Any]]]) -> None:
-        """Log the recorded values of several groups of clients once, and update the metrics with their arguments.
+        """Log the recorded values once for all clients, and update the metrics with the recorded arguments.
 
         Args:
-            groups: For each group, the recorded lines, and for each line the clients' values, shape (clients, ...).
+            groups: For each group of clients: the recorded lines, and the clients' values of each line, shape
+                (clients, ...).
         """
         metric_entries: dict[str, LogEntry] = {}
         values_by_entry: dict[tuple[str, int], tuple[LogEntry, list[Tensor], list[int]]] = {}
@@ -185,12 +186,12 @@ class LogRecorder:
                 self._module.log(line.name, value, **line.log_options, batch_size=sum(sizes))
         for name, line in metric_entries.items():
             metric = self._metrics[line.log_options["metric_attribute"]]
-            # Only a `Metric` is logged as an object, never a `MetricCollection`.
+            # A `MetricCollection` cannot be logged as an object, so it has no entry here.
             if isinstance(metric, Metric):
                 self._module.log(name, metric, **line.log_options)
 
     def _update(self, line: MetricUpdate, values: Sequence[Tensor]) -> None:
-        """Update a metric once per client. The arguments may have any shape, so clients are not concatenated."""
+        """Update a metric once per client. Clients are not concatenated, because the arguments may have any shape."""
         metric = self._metrics[line.metric]
         for client_values in zip(*values, strict=True):
             args, kwargs = tree_unflatten(list(client_values), line.arguments_spec)

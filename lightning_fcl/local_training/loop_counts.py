@@ -1,4 +1,4 @@
-"""Lightning's counters of batches and steps during a trial, and suppression of logs and printed output."""
+"""Lightning's counters of batches and steps in a trial, and a context that suppresses logs and printed output."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import lightning.pytorch as L
 from lightning.pytorch.utilities import CombinedLoader
 
 Count = dict[str, int]
-"""Attributes of one of Lightning's counters, such as ``ready`` and ``completed``. They can be written."""
+"""Writable attributes of one of Lightning's counters, such as ``ready`` and ``completed``."""
 
 _LOGS = ("log", "log_dict")
 
@@ -39,7 +39,7 @@ def step_counts(trainer: L.Trainer) -> list[Count]:
 
 @contextmanager
 def counting(trainer: L.Trainer, step: int, batches: int) -> Iterator[None]:
-    """Temporarily set the counters to a step in a client's round, under automatic optimization.
+    """Temporarily set the counters to a step in a client's round, for automatic optimization.
 
     Args:
         trainer: The Trainer.

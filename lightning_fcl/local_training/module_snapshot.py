@@ -1,4 +1,4 @@
-"""Snapshots of attributes of a module and its optimizers, which are restored for each client of a round."""
+"""Snapshots of attributes of a module and its optimizers. They are restored for each client of a round."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ class ModuleSnapshot:
     """A snapshot of attributes and non-persistent buffers of a module and its optimizers.
 
     The snapshot covers containers, tensors, arrays, random generators, networks, and objects of user classes. It does
-    not cover metrics of torchmetrics, datasets, and objects of this library and of Lightning. A list that clients
-    append to is a record: clients do not see the items of other clients, but the list contains all items after the
-    round and after later rounds.
+    not cover metrics of torchmetrics, datasets, and objects of this library and of Lightning.
+
+    A list to which clients append items is a *record*. During training, a client's list does not contain the items of
+    other clients. After each round, the list contains the items of all clients and of earlier rounds.
 
     Args:
         module: The module. Its `state_tensors` are not part of the snapshot.
         optimizers: The module's optimizers. Their states and groups are not part of the snapshot.
         extra_objects: Other objects that are not part of the snapshot, such as schedulers.
-        previous_snapshot: The snapshot of the previous round, which contains the records.
-        carried: State outside the module that is also restored for each client.
+        previous_snapshot: The snapshot of the previous round, which contains the records of earlier rounds.
+        carried: State outside the module that is restored for each client too.
 
     Example:
         >>> module = nn.Linear(1, 1)
@@ -76,7 +77,7 @@ class ModuleSnapshot:
         return sorted({*modes, *learn, *(change.name for change in self._changes())})
 
     def restore(self) -> None:
-        """Restore the snapshot for the next client, and clear gradients."""
+        """Restore the snapshot for the next client, and delete all gradients."""
         _undo(self._changes())
         for metric in self._metrics:
             metric.begin()
@@ -84,38 +85,48 @@ class ModuleSnapshot:
         self._clear_gradients()
 
     def finish_clients(self) -> None:
-        """Restore the snapshot after the last client, save the last client's changes, and show the records."""
+        """Restore the snapshot after the last client, save the last client's changes, and fill the records.
+
+        See `ModuleSnapshot` for records.
+        """
         self._leave()
         self._put_back_flags()
 
     def commit(self) -> None:
-        """Add the changes that hooks have made to the snapshot, then show the last client's changes again."""
+        """Add the changes by hooks to the snapshot, then apply the saved changes of the last client again."""
         for snapshot_value in self._parts:
             snapshot_value.commit()
         self._learn = [(name, parameter, parameter.requires_grad) for name, parameter, _ in self._learn]
         self.expose_last_client()
 
     def finalize(self) -> None:
-        """Restore the snapshot once, after the last hook of the last client, and save the last client's changes."""
+        """Restore the snapshot after the last hook of the last client. Do this only once in a round.
+
+        The last client's changes are saved.
+        """
         if not self._settled:
             self._leave()
             self._clear_gradients()
             self._settled, self._shown = True, False
 
     def expose_last_client(self) -> None:
-        """Show hooks the attributes that the last client has left, as in a plain Trainer."""
+        """Apply the last client's saved changes, so that hooks can read its attributes as in a plain Trainer."""
         for change in self._left:
             change.redo()
         self._shown = True
 
     def hide_last_client(self) -> None:
-        """Undo `expose_last_client`, except attributes that hooks have changed since. The server keeps these."""
+        """Undo `expose_last_client`. Attributes that hooks have changed since then keep the values of the hooks."""
         if self._shown:
             _undo([change for change in self._left if change.is_shown()])
             self._shown = False
 
     def gather(self, value: list[Any], items: list[Any]) -> bool:
-        """Replace the items that clients of this round have appended to a list. Return whether the list is a record."""
+        """Replace the items that clients of this round have appended to a list by ``items``.
+
+        Returns:
+            Whether the list is a record.
+        """
         records = (part for part in self._parts if isinstance(part, ContainerValue) and part.value is value)
         record = next(records, None)
         if record is not None:
