@@ -91,7 +91,7 @@ class GatheringAccumulator:
             self._rows.setdefault(name, []).extend(rows)
 
     def reorder(self, order: Sequence[int]) -> None:
-        """Reorder the uploads of each entry. ``order`` contains the current positions of the uploads in the new order."""
+        """Reorder the uploads of each entry. ``order`` contains their current positions, in the new order."""
         self._rows = {name: [rows[place] for place in order] for name, rows in self._rows.items()}
 
     def compute(self, server: Mapping[str, Tensor]) -> State:

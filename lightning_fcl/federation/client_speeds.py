@@ -108,6 +108,7 @@ class ClientSpeeds:
         path: YAML file with values in the format of ``per_client``, or CSV file with a column ``client`` and columns
             named like the arguments of `Speed`. An empty cell means the typical value. ``per_client`` overrides the
             file.
+
     Raises:
         ValueError: If a number is out of range, or a name in ``per_client`` or in the file is not an argument.
         ValueError: If a number is out of range, or a name in ``per_client`` or in the file is not an argument of

@@ -23,6 +23,7 @@ class Swarm:
         missed_sync_prob: Probability that a node misses the synchronization of a round.
         missed_rounds: For each node, the indices (from 0) of the rounds whose synchronization the node misses.
         leaves_at: For each node that leaves permanently, the first round without it.
+
     Raises:
         ValueError: If ``missed_sync_prob`` is not at least 0 and below 1, or a round is negative.
 

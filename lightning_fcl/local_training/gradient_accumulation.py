@@ -25,21 +25,22 @@ Groups = list[dict[str, Any]]
 class GradientAccumulation:
     """Gradient accumulation and schedulers in the local training of one client, or of the clients of a vectorized step.
 
-    The optimizer steps after every `accumulate_grad_batches` batches of a client in a round, and after its last batch.
-    The gradient is the sum over these batches divided by `accumulate_grad_batches`, as in Lightning's
+    The optimizer steps after every `accumulate_grad_batches` batches of a client in a round, and after the client's
+    last batch. The gradient is the sum over these batches divided by `accumulate_grad_batches`, as in Lightning's
     ``accumulate_grad_batches`` within an epoch. Schedulers step with the optimizer. When the next clients start, the
     schedulers and the optimizer's groups are restored to their state at the start of the round.
 
-    Clients of a vectorized step share each optimizer step. A client whose batches end within a group of batches steps
-    after the last batch of the group. The result is the same, because the client adds no gradient in between.
+    Clients of a vectorized step share each optimizer step. If a client has no more batches in a group of batches, its
+    optimizer step still happens after the last batch of the group. The result is identical, because the client adds no
+    gradient after its last batch.
 
     Args:
         accumulate_grad_batches: Number of batches per optimizer step.
         configs: Schedulers that step after optimizer steps.
         step: Function that steps a scheduler.
-        is_manual: Schedulers of a module with manual optimization, which steps them itself. None for other modules. If
-            the clients step them only with their last batch (for example with `trainer.is_last_batch`), they are
-            schedules over rounds and keep their state. Otherwise, they are restored for each client.
+        is_manual: Schedulers of a module with manual optimization, which the module steps. None for other modules. If
+            the clients step these schedulers only with their last batch (for example with `trainer.is_last_batch`),
+            the schedulers keep their state between clients and rounds. Otherwise, they are restored for each client.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class GradientAccumulation:
         is_manual: Sequence[LRSchedulerConfig] | None = None,
     ) -> None:
         self.accumulate_grad_batches = accumulate_grad_batches
-        # Whether the current batch is the last of its group.
+        # Whether the current batch is the last batch of its group.
         self.is_complete = True
         # Number of clients, in the first rows of a stack, that have a batch in the current group.
         self.is_active = 1
@@ -69,7 +70,7 @@ class GradientAccumulation:
         self._steps_within = False
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
-        """Start some clients: save groups and schedules if they are the first of the round, restore them otherwise."""
+        """Start some clients. The first clients of a round save groups and schedules. Later clients restore them."""
         self._batches = self._steps = 0
         self._before_hooks = None
         self._sums.clear()
@@ -90,13 +91,13 @@ class GradientAccumulation:
         self._before_hooks = _copied([*map(group_values, optimizers)]), copy.deepcopy(self._schedules())
 
     def end_schedules(self, optimizer: Optimizer) -> None:
-        """Restore schedules and rates from the start of the round. Schedules over rounds step after this call."""
+        """Restore schedules and rates from the start of the round. Call this before schedules over rounds step."""
         if self._start is not None:
             groups, schedules = _copied(self._start[0]), copy.deepcopy(self._start[1])
             self._go_back([optimizer], [_with_rates(group_values(optimizer), groups[0])], schedules)
 
     def end_round(self, optimizers: Sequence[Optimizer], whole: bool = True, ranks: Ranks = SINGLE_RANK) -> None:
-        """Restore the optimizers after a round. Schedules over rounds keep their state if the round is complete.
+        """Restore the optimizers after a round. If the round is complete, schedules over rounds keep their state.
 
         Args:
             optimizers: The module's optimizers.
@@ -134,19 +135,19 @@ class GradientAccumulation:
 
     @property
     def is_first_batch(self) -> bool:
-        """Whether the next batch is the first of its group, before which Lightning zeroes the gradients."""
+        """Whether the next batch is the first batch of its group. Lightning zeroes the gradients before this batch."""
         return self._batches % self.accumulate_grad_batches == 0
 
     def accumulate(
         self, optimizer: Optimizer, closure: Callable[[], object], active: int, last: bool
     ) -> Callable[[], object]:
-        """Return a closure for the next batch that accumulates gradients, and averages them at the end of a group.
+        """Return a closure for the next batch. It accumulates gradients, and averages them at the end of a group.
 
         Args:
             optimizer: The optimizer in use.
             closure: Function that computes loss and gradients of the batch.
             active: Number of clients, in the first rows of a stack, that have this batch.
-            last: Whether the batch is the last one of the current clients.
+            last: Whether the batch is the last batch of the current clients.
         """
         if self.is_first_batch:
             self.is_active = active
@@ -165,14 +166,14 @@ class GradientAccumulation:
             if hasattr(p, "grad_sample"):
                 raise InvalidValueError(
                     "Expected `accumulate_grad_batches=1` for gradients of single samples (`grad_sample`), because the "
-                    "optimizer would see `grad_sample` of the last batch only, but got "
+                    "optimizer would use `grad_sample` of the last batch only, but got "
                     f"{self.accumulate_grad_batches}.",
                     hint="Remove `accumulate_grad_batches`, and use a larger `batch_size`.",
                     argument="accumulate_grad_batches",
                     value=self.accumulate_grad_batches,
                 )
             gradient = p.grad.detach().clone()
-            # Clients after the first `active` rows have no such batch.
+            # Clients after the first `active` rows have no more batches.
             if active < self.is_active:
                 gradient[active:] = 0
             self._sums[p] = self._sums[p].add_(gradient) if p in self._sums else gradient
@@ -188,13 +189,13 @@ class GradientAccumulation:
 
         Args:
             optimizer: The module's optimizer, which the schedulers refer to.
-            in_use: The optimizer that has stepped: the module's optimizer, or the stacked one of a vectorized step.
+            in_use: The optimizer that has stepped: the module's optimizer, or a stacked optimizer.
         """
         self._steps += 1
         if not self._configs:
             return
         with warnings.catch_warnings():
-            # In vectorized training, the stacked optimizer steps, and torch would warn that the module's did not.
+            # In vectorized training, the stacked optimizer steps, and torch would warn that the module's did not step.
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
             for config in self._configs:
                 if self._steps % config.frequency == 0:
@@ -204,7 +205,7 @@ class GradientAccumulation:
 
 
 def _copied(groups: Sequence[Groups]) -> list[Groups]:
-    """Return copies of the groups of some optimizers. Numbers, the most frequent values, need no deep copy."""
+    """Return copies of the groups of some optimizers. Numbers, which are most of the values, need no deep copy."""
     return [
         [{n: v if isinstance(v, float | int | None) else copy.deepcopy(v) for n, v in group.items()} for group in own]
         for own in groups
@@ -212,16 +213,16 @@ def _copied(groups: Sequence[Groups]) -> list[Groups]:
 
 
 def _with_rates(groups: Sequence[dict[str, Any]], rate_groups: Sequence[dict[str, Any]]) -> Groups:
-    """Return groups with the scheduled values (such as the learning rate) of other groups."""
+    """Return ``groups`` with the scheduled values (such as the learning rate) of ``rate_groups``."""
     rates = [{name: value for name, value in other.items() if name in SCHEDULED} for other in rate_groups]
     return [group | own for group, own in zip(groups, rates, strict=False)]
 
 
 def count_client_batches(trainer: L.Trainer) -> int | float:
-    """Return the number of batches of the client that trains, over its local epochs: the upper limit of `batch_idx`.
+    """Return the number of batches of the current client over its local epochs. `batch_idx` stays below this number.
 
-    In the module's hooks and in users' callbacks, this number equals `trainer.num_training_batches`. For the clients of
-    one vectorized step, it is the largest of their numbers. In a plain Trainer, it is `trainer.num_training_batches`.
+    In the module's hooks and in users' callbacks, this number equals `trainer.num_training_batches`. In a vectorized
+    step, it is the maximum over the clients of the step. In a plain Trainer, it is `trainer.num_training_batches`.
 
     Args:
         trainer: The Trainer.

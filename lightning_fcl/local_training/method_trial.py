@@ -1,4 +1,4 @@
-"""Trial of methods: whether a penalty has the same gradient in a vectorized, padded step as for one client alone."""
+"""Trial of methods: the penalty's gradient must be equal in a vectorized, padded step and for one client alone."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _COMPOSITIONS = (Composition.EACH, Composition.UNEQUAL)
 
 
 class _Shaped(NamedTuple):
-    """The result of a method for one client: factor of the task loss, penalty, and gradients of the penalty."""
+    """The result of a method for one client: the factor of the task loss, the penalty, and the penalty's gradients."""
 
     factor: Tensor
     penalty: Tensor
@@ -59,16 +59,16 @@ class _Shaped(NamedTuple):
 
 @dataclass(frozen=True)
 class _Inputs:
-    """Inputs of a vectorized step of two clients.
+    """Inputs of a vectorized step with two clients.
 
     Args:
         parts: The clients' parts in the round.
         states: The clients' states.
         memories: The clients' method states.
-        server: The state that the clients have received, with the server state of the method.
+        server: The state that the clients have downloaded, including the method's entries on the server.
         batches: The clients' batches.
         outputs: The module's outputs for the batches.
-        weight: Weight of each row in its client's mean, shape (clients, rows). None: equal weights.
+        weight: Weight of each row in the mean of its client, shape (clients, rows). None: equal weights.
     """
 
     parts: Sequence[ClientRound]
@@ -83,11 +83,11 @@ class _Inputs:
 def method_obstacle(
     module: L.LightningModule, methods: Sequence[MethodBase], optimizer: Optimizer, batch: Batch, padded: bool
 ) -> Obstacle | None:
-    """Return the first method that cannot be vectorized as an obstacle, or None.
+    """Return an obstacle for the first method that cannot be vectorized, or None.
 
-    The trial compares each method that changes the loss with the same method for one client alone. The factor of the
-    task loss, the penalty and the gradient of the penalty must be equal. If batches are padded, padding must have a
-    zero gradient, and must not change the gradients of other rows.
+    The trial runs each method that changes the loss in a vectorized step and for one client alone. The factor of the
+    task loss, the penalty and the gradient of the penalty must be equal. If batches are padded, the gradient of padding
+    must be 0, and padding must not change the gradients of other rows.
 
     Args:
         module: A copy of the module, with its Trainer.
@@ -108,7 +108,7 @@ def method_obstacle(
 
 @contextmanager
 def _first_round(trainer: L.Trainer) -> Iterator[None]:
-    """Temporarily set the Trainer to its first round, so that a resumed fit makes the same choice."""
+    """Temporarily set the Trainer to its first round, so that the trial has the same result in a resumed fit."""
     progress: Any = trainer.fit_loop.epoch_progress.current
     processed, progress.processed = progress.processed, 0
     try:
@@ -133,7 +133,7 @@ class _MethodTrial:
         self._why = without_call(module) if self._output is None else None
 
     def _forward(self) -> Tensor | None:
-        """Return the module's output for the batch, or None if it is not a tensor with a row for each sample."""
+        """Return the module's output for the batch. Return None if it is not a tensor with one row per sample."""
         if not is_labelled(self._batch):
             return None
         try:
@@ -146,13 +146,13 @@ class _MethodTrial:
         return output if isinstance(output, Tensor) and output.shape[:1] == self._batch[1].shape[:1] else None
 
     def find_obstacle(self, method: MethodBase) -> Obstacle | None:
-        """Return the obstacle to vectorizing a method, or None."""
+        """Return the obstacle to vectorizing a method, or None if there is no obstacle."""
         contents = _contents(method)
         try:
             for inputs in self._inputs(method):
                 try:
                     expected, changed_names = self._alone(_copied(method), inputs)
-                except Exception:  # If the method itself is wrong, the error occurs again in training.
+                except Exception:  # If the method itself has an error, the error occurs again in training.
                     return None
                 if changed_names:
                     return Obstacle(Reason.METHOD_STATE, (type(method).__name__, format_code_names(changed_names)))
@@ -163,7 +163,7 @@ class _MethodTrial:
             contents.restore()
 
     def _compared(self, method: MethodBase, inputs: _Inputs, expected: _Shaped) -> Obstacle | None:
-        """Return the difference between the vectorized result and the result of the client alone, or None."""
+        """Return an obstacle if the vectorized result differs from the result of the client alone, otherwise None."""
         name = type(method).__name__
         for padding in (0, _PADDING) if self._padded else (0,):
             trial_inputs = self._with_padding(inputs, padding) if padding else inputs
@@ -183,7 +183,7 @@ class _MethodTrial:
     # The input of the trial.
 
     def _inputs(self, method: MethodBase) -> Iterator[_Inputs]:
-        """Yield inputs with random batches, and with method states of a first round, of a later round, and random."""
+        """Yield inputs with random batches. The method states are those of a first and of a later round, and random."""
         for composition in _COMPOSITIONS:
             batches, outputs = self._batches(composition)
             parts = [self._part(name, batch) for name, batch in zip(_NAMES, batches, strict=True)]
@@ -195,7 +195,7 @@ class _MethodTrial:
             memories: Sequence[StateSection]
             try:
                 memories = [_copied(method).prepare_client_state(client) for client in clients]
-            except Exception:  # The method needs more client data than the trial has.
+            except Exception:  # The method needs client data that the trial does not have.
                 memories = [{} for _ in clients]
             learning = {name: self._begun[name] for name in trainable_parameters(self._module)}
             states = [{**self._begun, **self._drawn(learning)} for _ in _NAMES]
@@ -208,7 +208,7 @@ class _MethodTrial:
             yield replace(inputs, memories=random_memories, server={**server, **self._drawn(server_entries)})
 
     def _later(self, method: MethodBase, inputs: _Inputs) -> _Inputs | None:
-        """Return the inputs in a later experience, or None if the method computes nothing at the end of a round."""
+        """Return the inputs in a later experience. Return None if the method does nothing at the end of a round."""
         if not (overrides_hook(method, "update_client_state") or overrides_hook(method, "end_experience")):
             return None
         parts = [
@@ -225,14 +225,14 @@ class _MethodTrial:
                     client.method_state = _copied(method).end_experience(client, client_state, data)
                     client = make_client(method, self._module, client.method_state, inputs.server, later_round)
                     memories.append(_copied(method).prepare_client_state(client))
-        except Exception:  # The method needs more client data than the trial has.
+        except Exception:  # The method needs client data that the trial does not have.
             return None
         finally:
             load_state_tensors(self._module, self._begun)
         return replace(inputs, parts=parts, memories=memories)
 
     def _batches(self, composition: Composition) -> tuple[list[Batch], list[Tensor]]:
-        """Return two clients' batches with random targets, and random outputs."""
+        """Return two batches with random targets, and random outputs for both batches, one of each per client."""
         if not is_labelled(self._batch):
             return [self._batch] * len(_NAMES), [torch.zeros((), device=self._device)] * len(_NAMES)
         x, y = self._batch
@@ -243,7 +243,7 @@ class _MethodTrial:
         return batches, [drawer.outputs(_SCALE, len(y)) for _ in _NAMES]
 
     def _part(self, client: str, batch: Batch) -> ClientRound:
-        """Return a client's part in a round of the second experience. Its new classes are the upper half."""
+        """Return a client's part in a round of the second experience. The upper half of the classes is new."""
         half, classes, samples = self._num_classes // 2, range(self._num_classes), 0
         labels = torch.empty(0, dtype=torch.long)
         if is_labelled(batch):
@@ -254,7 +254,7 @@ class _MethodTrial:
         return ClientRound(client, 1, 1, labels, len(classes), False, samples, new_classes=new, old_classes=old)
 
     def _drawn(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the state with noise added to floats, and with random masks of which half of the values are True."""
+        """Return the state with noise added to floats. Boolean masks become random, with about half of the values True."""
         random_values = {}
         for name, value in state.items():
             numbers = torch.rand(value.shape, generator=self._generator).to(value.device)
@@ -265,7 +265,7 @@ class _MethodTrial:
         return random_values
 
     def _with_padding(self, inputs: _Inputs, padding: int) -> _Inputs:
-        """Return the inputs with more rows, which are padding for the first client and samples for the second."""
+        """Return the inputs with added rows. The rows are padding for the first client and samples for the second."""
         batches = [[torch.cat([part, part[:padding]]) for part in batch] for batch in inputs.batches]
         outputs = []
         for output in inputs.outputs:
@@ -279,7 +279,7 @@ class _MethodTrial:
     # The result of a method.
 
     def _alone(self, method: MethodBase, inputs: _Inputs) -> tuple[_Shaped, list[str]]:
-        """Return the first client's result in sequential training, and the names of the attributes that change."""
+        """Return the first client's result in sequential training, and the names of the changed method attributes."""
         module, client_round, batch = self._module, inputs.parts[0], inputs.batches[0]
         load_state_tensors(module, inputs.states[0])
         client = make_client(method, module, inputs.memories[0], inputs.server, client_round)
@@ -343,7 +343,7 @@ class _MethodTrial:
 def _shaped(
     factor: Tensor, penalty: Tensor, params: Mapping[str, Tensor], output: Tensor, first: bool = False
 ) -> _Shaped:
-    """Return a method's result with the penalty's gradient. If ``first`` is True, only the first stacked client's."""
+    """Return a method's result with the gradients of the penalty. If ``first`` is True, use only the first client."""
     leaves = [*params.values(), output]
     gradients: Sequence[Tensor] = [torch.zeros_like(leaf) for leaf in leaves]
     if penalty.requires_grad:
@@ -353,7 +353,7 @@ def _shaped(
 
 
 def _copied(method: MethodBase) -> MethodBase:
-    """Return a copy of a method that applies to all clients."""
+    """Return a copy of a method. The copy applies to all clients."""
     method = copy.copy(method)
     method.clients = "all"
     return method

@@ -1,4 +1,4 @@
-"""State outside a module that its training can read: in callbacks, metrics, classes and global variables."""
+"""State outside a module that training can read: in callbacks, metrics, classes and global variables."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from lightning_fcl.local_training.user_code import (
 )
 from lightning_fcl.snapshot_values import ContainerValue, NamedValues, find_kind
 
-# Largest number of elements or items of a global variable. A larger variable is assumed to be data.
+# Maximum number of elements or items of a global variable. A larger variable is assumed to be data, not state.
 _LARGEST = 1_000_000
-# Attributes that Lightning sets on callbacks, and this library on methods.
+# Attributes that Lightning sets on callbacks and that this library sets on methods.
 _NO_STATE = frozenset({"log", "log_dict", "local", "_client"})
 
 
 class _Scope(MutableMapping[str, Any]):
-    """A mapping restricted to the names that code uses."""
+    """A view of a mapping that contains only the names that some code uses."""
 
     def __init__(self, values: MutableMapping[str, Any], names: Collection[str]) -> None:
         self._values, self._names = values, sorted(names)
@@ -96,7 +96,7 @@ class _Cells(MutableMapping[str, Any]):
 
 
 class Outside:
-    """State outside a module that its training can read, found through user code and its attributes.
+    """State outside a module that training can read. It is found through user code and the attributes of objects.
 
     Args:
         module: The module.
@@ -104,9 +104,9 @@ class Outside:
         ignored: Ids of objects that are not inspected, such as the Trainer.
 
     Attributes:
-        names: Each holder by the prefix of its attributes' names.
+        names: The holders. The keys are the prefixes of their attributes' names.
         shared: Prefixes of the names of class attributes, function attributes and variables.
-        functions: User functions that training can call, by id.
+        functions: User functions that training can call, by the `id` of the function.
     """
 
     def __init__(self, module: nn.Module, holders: Sequence[object] = (), ignored: Iterable[int] = ()) -> None:
@@ -135,7 +135,7 @@ class Outside:
         self.shared = [prefix for prefix, _ in self._roots]
 
     def _add_functions(self, classes: Mapping[type, None]) -> None:
-        """Add attributes, closure variables and global variables of the functions, and attributes of used classes."""
+        """Add the variables and attributes that the functions use, and the attributes of the classes that they use."""
         scopes: dict[int, tuple[ModuleType | str, dict[str, Any], set[str]]] = {}
         for function in self.functions.values():
             prefix = _prefix(function)
@@ -156,7 +156,7 @@ class Outside:
         ]
 
     def search(self, records: Mapping[int, ContainerValue] | None = None) -> Search:
-        """Return a search with the current state."""
+        """Return a search that contains the current values of the state."""
         state_search = Search(self._ignored, records=records, metrics=True)
         for path, submodule in self._module.named_modules():
             state_search.look(_metrics_in(path, submodule))
@@ -173,7 +173,7 @@ class Outside:
 
 
 def _prefix(owner: type | FunctionType) -> str:
-    """Return the prefix of attribute names of a class or function: the last part of its module, and its name."""
+    """Return the prefix for attribute names: the last part of the module's name, and the class or function name."""
     return f"{owner.__module__.rpartition('.')[2]}.{owner.__qualname__.replace('<locals>.', '')}."
 
 
@@ -189,7 +189,7 @@ def _metrics_in(path: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _metrics_within(name: str, value: object) -> Iterator[tuple[str, Any]]:
-    """Yield a value if it is a metric, and the metrics in nested containers."""
+    """Yield a value if it is a metric. For a nested container, yield the metrics that it contains."""
     if isinstance(value, Metric):
         yield name, value
     elif isinstance(value, dict):
@@ -201,7 +201,7 @@ def _metrics_within(name: str, value: object) -> Iterator[tuple[str, Any]]:
 
 
 def _is_state(value: object) -> bool:
-    """Return whether a class attribute or global variable may be state, and not data or another package's object."""
+    """Return whether a value may be state. Large data and objects of other packages are not state."""
     if isinstance(value, Tensor):
         return value.numel() <= _LARGEST
     if isinstance(value, np.ndarray):
@@ -219,8 +219,8 @@ class Carried:
     Args:
         outside_state: All state outside the module.
         names: Names of the state that is restored.
-        metrics: Names of the metrics that are reset for each client, and that accumulate over a round.
-        whole: Prefixes of names. All state below a prefix is restored, except metrics.
+        metrics: Names of the metrics that are reset for each client. The metrics accumulate over a round.
+        whole: Prefixes of names. All state whose name starts with a prefix is restored, except metrics.
     """
 
     def __init__(
@@ -240,7 +240,7 @@ class Carried:
     def search(
         self, records: Mapping[int, ContainerValue]
     ) -> tuple[list[NamedValues | ContainerValue], list[ClientMetric]]:
-        """Return the current state that is restored for each client, and the metrics that are reset for each client."""
+        """Return the current values to restore for each client, and the metrics to reset for each client."""
         state_search = self._outside.search(records)
         parts: list[NamedValues | ContainerValue] = []
         for snapshot_value in state_search.parts:
@@ -258,7 +258,7 @@ class Carried:
 
 
 class ClientMetric:
-    """A metric that training reads. It is reset for each client, and accumulates over the clients of a round.
+    """A metric that training reads. It is reset for each client, and merged over the clients of a round.
 
     Args:
         metric: The metric.
@@ -278,7 +278,7 @@ class ClientMetric:
         self._open = True
 
     def show(self) -> None:
-        """Merge the updates of all clients into the metric."""
+        """Merge the updates of all clients into the metric, at the end of a round."""
         if self._open:
             self._close()
             self._open = False

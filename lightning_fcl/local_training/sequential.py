@@ -33,14 +33,14 @@ from lightning_fcl.validation import format_code_names
 
 
 class SequentialTrainer:
-    """Trains one client at a time, with any LightningModule and all hooks that Lightning calls around a step.
+    """Trains one client at a time. Supports any LightningModule and all hooks that Lightning calls around a step.
 
     Args:
         module: The module.
         methods: Methods of the module's Trainer.
         optimizers: Optimizers of the module.
         keep_optimizer_state: Whether a client keeps its optimizer state between rounds.
-        seed: Seed of clients' random layers and replay samples.
+        seed: Seed of the clients' random layers and replay samples.
         step: Lightning's training step.
     """
 
@@ -59,17 +59,17 @@ class SequentialTrainer:
     ) -> None:
         self._module, self._methods, self._optimizers, self._step = module, methods, optimizers, step
         self._keep_optimizer, self._seed = keep_optimizer_state, seed
-        # Groups of the optimizers before a client's optimizer state is loaded.
+        # Parameter groups of the optimizers before a client's optimizer state is loaded.
         self._begun: list[list[dict[str, Any]]] = []
         # Losses of the client's steps.
         self._losses: list[Tensor] = []
         # Context of the random numbers of a step and its backward pass.
         self._random = KeyedRandomness(torch.empty(0))
-        # Whether steps of the client may draw random numbers, known after the first step.
+        # Whether the client's steps may draw random numbers. The first step of the client determines the value.
         self._draws = True
 
     def with_methods(self, methods: Sequence[MethodBase]) -> SequentialTrainer:
-        """Return a trainer with other methods that keeps no optimizer state."""
+        """Return a trainer with different methods. It keeps no optimizer state."""
         return SequentialTrainer(self._module, methods, self._optimizers, False, self._seed, self._step)
 
     def start(
@@ -112,7 +112,7 @@ class SequentialTrainer:
         return step_keys(keys, step)[0].to(self._module.device)
 
     def keyed_rng(self) -> AbstractContextManager[None]:
-        """Return a context in which a step and its backward pass draw random numbers from the step's key."""
+        """Return a context in which a step and its backward pass draw random numbers from the key of the step."""
         return self._random.recomputable() if self._draws else nullcontext()
 
     def optimizer_step(self, step: Callable[[], object], active: int) -> object:
@@ -132,7 +132,7 @@ class SequentialTrainer:
         driver = get_driver(self._module.trainer) if self._methods else None
         finite = all(map(math.isfinite, losses)) and (driver is None or bool(driver.has_finite_loss))
         client_optimizer_state: StateSection | None = None
-        # The optimizers' states, each below the number of its optimizer.
+        # The key of each optimizer state starts with the index of the optimizer.
         if self._keep_optimizer:
             of_each = (optimizer_state(*each) for each in zip(self._optimizers, self._begun, strict=True))
             client_optimizer_state = {
@@ -148,9 +148,9 @@ class SequentialTrainer:
 
 
 def reraise_batchnorm_error(error: ValueError, client_round: ClientRound) -> None:
-    """Raise an InvalidValueError that names the client if batch normalization fails on a batch of one sample.
+    """Raise InvalidValueError with the client's name if batch normalization failed on a batch of one sample.
 
-    A trial before the first round finds such modules, except modules whose step fails in the trial.
+    A trial before the first round finds most of these modules. It cannot find a module whose step fails in the trial.
     """
     if match_error(error, LibraryError.ONE_SAMPLE):
         raise InvalidValueError(
@@ -162,14 +162,14 @@ def reraise_batchnorm_error(error: ValueError, client_round: ClientRound) -> Non
 
 
 def client_round_keys(seed: int, client_rounds: Sequence[ClientRound], *purpose: str) -> Keys:
-    """Return the random keys of some clients in a round. Each ``purpose`` has its own keys."""
+    """Return the random keys of some clients in a round. Each ``purpose`` has different keys."""
     if isinstance(client_rounds, ClientRounds):
         return make_client_keys(seed, client_rounds.client_ids, client_rounds.round_idx, *purpose)
     return make_client_keys(seed, [part.client_id for part in client_rounds], client_rounds[0].round_idx, *purpose)
 
 
 def replay_keys(seed: int, client_rounds: Sequence[ClientRound]) -> Callable[[str], Keys]:
-    """Return a function that maps a method's name to the random keys of its clients' replay samples."""
+    """Return a function that maps a method's name to the random keys for its replay samples, one key per client."""
     # The word "recall" is part of the seed and must not change, because results of existing runs depend on it.
     return partial(client_round_keys, seed, client_rounds, "recall")
 

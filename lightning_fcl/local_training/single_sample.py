@@ -1,4 +1,4 @@
-"""Trial of a module on a batch of one sample, on which modules with batch normalization, for example, cannot train."""
+"""Trial of a module on a batch of one sample. A module with batch normalization, for example, cannot train on it."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ _Step = Callable[[L.LightningModule, Batch], Iterable[Tensor]]
 def why_not_single_sample(
     module: L.LightningModule, optimizers: Sequence[Optimizer], stream: FederatedStream
 ) -> str | None:
-    """Return the reason why a module cannot train on a batch of one sample, or None if it can or if that is unknown.
+    """Return why a module cannot train on a batch of one sample. Return None if it can, or if the trial cannot decide.
 
-    A copy of the module takes one training step on two samples, and another copy takes one step on the first of them.
-    If the step fails on two samples (for example, because it needs attributes that hooks set), `forward` is called
-    instead of the step.
+    A copy of the module takes one training step on two samples. Another copy takes one step on the first sample only.
+    If the step fails on two samples (for example, because it needs attributes that hooks set), the trial calls
+    `forward` instead of the step. If `forward` also fails on two samples, the function returns None.
 
     Args:
         module: The module, with its Trainer.
         optimizers: Optimizers of the module. Empty if they do not exist yet.
-        stream: The stream. Two samples of its first client with samples are used.
+        stream: The stream. The trial uses two samples of the first client that has samples.
     """
     if (rows := first_indices(stream)) is None:
         return None
@@ -57,7 +57,7 @@ def why_not_single_sample(
 
 
 def has_single_samples(stream: FederatedStream) -> bool:
-    """Return whether some client has a batch of one sample in some round."""
+    """Return whether a batch of any client in any round has only one sample."""
     sizes = {len(rows) for current in stream.plan.different_rounds for rows in current.values()}
     return any(size % stream.batch_size == 1 or (size and stream.batch_size == 1) for size in sizes)
 
@@ -69,7 +69,7 @@ def _why_not(
     stream: FederatedStream,
     rows: IntArray,
 ) -> str | None:
-    """Return why a step on some samples fails on a copy of a module, or None. Other state is restored."""
+    """Return why a step on some samples fails on a copy of a module, or None. State outside the copy is restored."""
     trainer = module.trainer
     with isolate_rng(), torch.enable_grad():
         torch.manual_seed(0)
@@ -110,7 +110,7 @@ def _forward(module: L.LightningModule, batch: Batch) -> list[Tensor]:
 
 
 def _copied(module: L.LightningModule, optimizers: Sequence[Optimizer]) -> L.LightningModule:
-    """Return a copy of a module in the modes of local training. Its manual optimization uses copied optimizers."""
+    """Return a copy of a module in the training mode of local training, with copied optimizers if it needs any."""
     module_copy = copy_module(module)
     if any(method.needs.features for method in get_methods(module.trainer)):
         for _, layer in frozen_layers(module_copy):

@@ -1,4 +1,4 @@
-"""Base class of vectorized training: stacked parameters, buffers and method states of several clients."""
+"""Base class of vectorized trainers: stacked parameters, buffers and method states of several clients."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from lightning_fcl.methods.replay_samples import DrawnSamples
 
 
 class StackedTrainer(ABC):
-    """Trains several clients' copies of one module. Each tensor has shape (clients, ...). Subclasses define a step.
+    """Trains copies of one module for several clients. Each tensor has shape (clients, ...). Subclasses define a step.
 
     Args:
         module: The module. Its parameters are not changed.
@@ -47,8 +47,8 @@ class StackedTrainer(ABC):
 
     Attributes:
         params: Stacked trainable parameters.
-        untrained_state: Other stacked tensors of the state.
-        methods: Methods that change the loss of at least one current client.
+        untrained_state: All other tensors of the module's state, stacked.
+        methods: Methods that change the loss of at least one of the current clients.
         has_finite_loss: Whether all losses of each client were finite, shape (clients,).
     """
 
@@ -72,7 +72,7 @@ class StackedTrainer(ABC):
         self._template = optimizer
         self._seed = seed
         self._made: dict[int, tuple[dict[str, nn.Parameter], Optimizer]] = {}
-        # Under vmap, gradients of linear layers are in column-major order. Steps are faster if the weights are, too.
+        # Under vmap, gradients of linear layers are in column-major order. Column-major weights make steps faster.
         layers = (part for part in module.modules() if isinstance(part, nn.Linear))
         weights = {id(layer.weight) for layer in layers}
         self._by_columns = {name for name, value in state_tensors(module).items() if id(value) in weights}
@@ -99,7 +99,7 @@ class StackedTrainer(ABC):
         self._begin_methods(clients)
 
     def _parameters(self, clients: int) -> tuple[dict[str, nn.Parameter], Optimizer]:
-        """Return stacked parameters with the received values, and their optimizer. Both are reused if possible."""
+        """Return stacked parameters with the downloaded values, and their optimizer. Both are reused if possible."""
         learning = trainable_parameters(self._module)
         values = {name: value for name, value in self._received.items() if name in learning}
         params, optimizer = self._made.get(clients, ({}, self._template))
@@ -117,7 +117,7 @@ class StackedTrainer(ABC):
         return self._made[clients]
 
     def _begin_methods(self, clients: Sequence[ClientRound]) -> None:
-        """Stack the states of the methods that any of the clients uses."""
+        """Find the methods that change the loss of a client, and stack the client states of these methods."""
         device = next(iter(self.params.values())).device
         applies = [[method.applies_to(part) for part in clients] for method in self._all_methods]
         shaping = [
@@ -139,7 +139,7 @@ class StackedTrainer(ABC):
 
     @abstractmethod
     def gradients(self, loss: Tensor) -> Sequence[Tensor | None]:
-        """Return the clients' gradients of a step's loss, stacked, in the order of the optimizer's parameters."""
+        """Return the stacked gradients of a step's loss, in the order of the optimizer's parameters."""
 
     def next_keys(self, device: torch.device) -> Tensor:
         """Return the keys of the clients' random layers in the next step, shape (clients,)."""
@@ -147,7 +147,7 @@ class StackedTrainer(ABC):
         return step_keys(self._keys, self._steps - 1).to(device)
 
     def method_inputs(self, device: torch.device) -> dict[str, Any]:
-        """Return the stacked inputs of the methods in the next step, including sampled replay samples."""
+        """Return the stacked inputs of the methods in the next step, including the replay samples."""
         replayed: list[Mapping[str, Tensor]] = []
         replay_weights: list[Tensor] = []
         for method in self.methods:
@@ -179,17 +179,17 @@ class StackedTrainer(ABC):
         weight: Tensor | None = None,
         reason: str | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the factor of one client's task loss and the penalty of its methods. Called within vmap.
+        """Return the factor of one client's task loss, and the penalty of the methods. Called within vmap.
 
         Args:
             params: The client's parameters.
-            untrained_state: The client's other tensors.
+            untrained_state: The client's tensors that are not trained.
             method_inputs: The client's part of the result of `method_inputs`.
             x: Inputs of the client's batch.
             output: Output of the module for ``x``.
             y: Targets.
             weight: Weight of each sample in the client's mean. None: equal weights.
-            reason: Reason why there are no ``x`` and ``output``, with a place for a method's name. None: both exist.
+            reason: Reason why ``x`` and ``output`` are missing, with ``%s`` for the method's name. None: both exist.
         """
 
         def state() -> State:
@@ -237,12 +237,12 @@ class StackedTrainer(ABC):
         return unit * scale, extra
 
     def update_finite(self, losses: Tensor) -> None:
-        """Update `has_finite_loss` with a step's losses, shape (clients with a batch,). These clients come first."""
+        """Update `has_finite_loss` with the losses of a step, shape (clients with a batch,). These clients come first."""
         self.has_finite_loss = self.has_finite_loss.to(losses.device)
         self.has_finite_loss[: len(losses)] &= losses.detach().isfinite()
 
     def reorder_gradients(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Return the gradients of `params` in the order of the optimizer's parameters, which may differ."""
+        """Return the gradients of `params` in the order of the optimizer's parameters. The two orders can differ."""
         # The fused optimizers of torch require that a gradient has the same strides as its parameter.
         gradient_by_id = {
             id(p): g if g is None or g.stride() == p.stride() else torch.empty_like(p).copy_(g)
@@ -252,7 +252,7 @@ class StackedTrainer(ABC):
         return [gradient_by_id[id(parameter)] for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def optimizer_step(self, step: Callable[[], object], active: int) -> object:
-        """Step the optimizer, and undo the step for the clients after the first ``active`` ones, which are finished."""
+        """Step the optimizer. Undo the step for finished clients, which come after the first ``active`` clients."""
         finished_params = {name: p.detach()[active:].clone() for name, p in self.params.items() if active < len(p)}
         result = step()
         for name, value in finished_params.items():
@@ -281,7 +281,7 @@ def by_columns(matrices: Tensor) -> Tensor:
 
 
 def _check_alike(method: MethodBase, clients: Sequence[ClientRound], memories: Sequence[StateSection]) -> None:
-    """Raise InvalidValueError if the clients' states of a method differ in names or shapes.
+    """Raise InvalidValueError if the states of a method have different names or shapes for different clients.
 
     A vectorized step would ignore tensors that only some clients have.
     """
@@ -302,7 +302,7 @@ def _check_alike(method: MethodBase, clients: Sequence[ClientRound], memories: S
 
 
 def stack_common(rows: Sequence[StateSection]) -> StateSection:
-    """Return method states of several clients as one: the tensors that all clients have in equal shapes, stacked.
+    """Return the method states of several clients as one stacked state. It contains only tensors with equal shapes.
 
     Replay samples are added to a step by `DrawnSamples` and `JoiningSamples`, because their number differs by client.
     """
