@@ -3,8 +3,8 @@
 A client's *update* of an entry is the client's value minus the value at the start of the round, plus the residual of
 earlier rounds. The client sends the encoded update, and the server decodes it. The *residual* is the update minus the
 decoded update. The client stores the residual (Seide et al., 2014; Stich et al., 2018, "Sparsified SGD with memory",
-Algorithm 1). Therefore, over all rounds, the sum of a client's decoded updates differs from the sum of its changes only by the last
-residual.
+Algorithm 1). Therefore, over all rounds, the sum of a client's decoded updates differs from the sum of the client's
+changes only by the last residual.
 """
 
 from __future__ import annotations

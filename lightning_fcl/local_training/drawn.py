@@ -134,7 +134,7 @@ def has_independent_outputs(forward: Callable[[Tensor], Tensor], x: Tensor) -> b
 
 
 def is_close(actual: Tensor, expected: Tensor) -> bool:
-    """Return whether two tensors are equal up to rounding. The norm of their difference is compared with a tolerance."""
+    """Return whether two tensors are equal up to rounding: the norm of their difference is below a tolerance."""
     if actual.shape != expected.shape:
         return False
     actual, expected = actual.detach(), expected.detach()

@@ -254,7 +254,7 @@ class _MethodTrial:
         return ClientRound(client, 1, 1, labels, len(classes), False, samples, new_classes=new, old_classes=old)
 
     def _drawn(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the state with noise added to floats. Boolean masks become random, with about half of the values True."""
+        """Return the state with noise added to floats. Boolean masks become random, about half of them True."""
         random_values = {}
         for name, value in state.items():
             numbers = torch.rand(value.shape, generator=self._generator).to(value.device)

@@ -237,7 +237,7 @@ class StackedTrainer(ABC):
         return unit * scale, extra
 
     def update_finite(self, losses: Tensor) -> None:
-        """Update `has_finite_loss` with the losses of a step, shape (clients with a batch,). These clients come first."""
+        """Update `has_finite_loss` with a step's losses, shape (clients with a batch,). These clients come first."""
         self.has_finite_loss = self.has_finite_loss.to(losses.device)
         self.has_finite_loss[: len(losses)] &= losses.detach().isfinite()
 

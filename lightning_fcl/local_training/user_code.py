@@ -1,4 +1,4 @@
-"""Analysis of user code in a training step: its functions, its names, and whether it can run in a trial."""
+"""Analysis of the user code in a training step: its functions, the names it uses, and whether a trial can run it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from collections.abc import Iterable, Iterator, Set
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-# Largest number of functions that are inspected.
+# Maximum number of functions that are inspected.
 _MOST = 2_000
 _PACKAGES = frozenset(
     {
         *("lightning", "pytorch_lightning", "lightning_fcl", "lightning_utilities", "torch", "torchvision"),
         *("torchaudio", "torchmetrics", "numpy", "scipy", "sklearn", "pandas", "builtins", "einops"),
-        # pytest replaces `assert` with calls of its functions, through which all collected tests are reachable.
+        # pytest replaces `assert` by calls of its functions. All collected tests are reachable through them.
         *("typing_extensions", "pytest", "_pytest", "pluggy"),
         *sys.stdlib_module_names,
     }
@@ -34,7 +34,7 @@ _OUTWARD = frozenset(
         *("sqlite3", "wandb", "mlflow", "comet_ml", "neptune", "clearml", "aim", "boto3", "smtplib", "redis"),
     }
 )
-# Hooks that run before the step is complete. They can change its batch, loss, gradients or weights.
+# Hooks that run before the step is complete. They can change the batch, the loss, the gradients or the weights.
 _EARLY = (
     *("on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward"),
     *("on_before_optimizer_step",),
@@ -44,18 +44,18 @@ STEP_HOOKS = (*_EARLY, "on_train_batch_end", "on_client_end")
 
 
 def is_users(kind: type | ModuleType | FunctionType) -> bool:
-    """Return whether a class, module or function is user code: not Python's, this library's or a known package's."""
+    """Return whether a class, module or function is user code, and not part of Python or of a known package."""
     name = kind.__name__ if isinstance(kind, ModuleType) else kind.__module__
     return str(name).split(".")[0] not in _PACKAGES
 
 
 def user_classes(kind: type) -> list[type]:
-    """Return the user classes among a class and its parents."""
+    """Return a class and its parents, if they are user code."""
     return [one for one in kind.__mro__ if is_users(one)]
 
 
 def functions_in(kind: type) -> dict[str, FunctionType]:
-    """Return the functions of a class and its parents by name, if they are user code."""
+    """Return the user functions of a class and its parents, by name."""
     functions: dict[str, FunctionType] = {}
     for user_class in reversed(user_classes(kind)):
         for name, value in vars(user_class).items():
@@ -81,25 +81,25 @@ def _function(value: object) -> FunctionType | None:
 
 @functools.lru_cache(10_000)
 def names_in(code: CodeType) -> Set[str]:
-    """Return the names of attributes and global variables that some code uses."""
+    """Return the names of the attributes and global variables in a code object."""
     inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
     return {*code.co_names, *(name for one in inner for name in names_in(one))}
 
 
 @functools.lru_cache(10_000)
 def globals_in(code: CodeType) -> Set[str]:
-    """Return the names of global variables that some code reads or assigns."""
+    """Return the names of the global variables that a code object reads or assigns."""
     global_names = {str(i.argval) for i in dis.get_instructions(code) if i.opname.endswith(("_GLOBAL", "_NAME"))}
     inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
     return {*global_names, *(name for one in inner for name in globals_in(one))}
 
 
 def reached(functions: Iterable[FunctionType], class_functions: dict[str, FunctionType]) -> list[FunctionType]:
-    """Return the user functions that some functions can call, including these functions.
+    """Return the user functions that some functions can call, including the functions themselves.
 
     Args:
         functions: The functions.
-        class_functions: Functions of their class by name.
+        class_functions: Functions of the class to which the functions belong, by name.
     """
     todo, visited_ids, reached_functions = [*functions], set[int](), list[FunctionType]()
     while todo and len(reached_functions) < _MOST:
@@ -137,20 +137,23 @@ def closure_of(function: FunctionType) -> dict[str, Any]:
 
 
 def outward(functions: Iterable[FunctionType]) -> str | None:
-    """Return a name in some functions that writes files or communicates with other processes, or None."""
+    """Return a name that some functions use to write files or communicate with other processes, or None."""
     used_names = {name for function in functions for name in names_in(function.__code__)}
     return min(used_names & _OUTWARD, default=None)
 
 
 def can_change_steps(kind: type) -> bool:
-    """Return whether hooks of a callback may change a step: a hook runs before its end, or writes to other objects."""
+    """Return whether the hooks of a callback may change a step.
+
+    They may change a step if a hook runs before the step is complete, or if a hook may write to other objects.
+    """
     class_functions = functions_in(kind)
     hooks = [class_functions[name] for name in STEP_HOOKS if name in class_functions]
     return any(name in class_functions for name in _EARLY) or any(map(_writes, reached(hooks, class_functions)))
 
 
 def _writes(function: FunctionType) -> bool:
-    """Return whether a function may write to objects other than its first argument, or change tensors in place."""
+    """Return whether a function may change tensors in place, or write to objects other than its first argument."""
     names = names_in(function.__code__)
     if any(name.endswith("_") and not name.endswith("__") for name in names) or names & {"setattr", "load_state_dict"}:
         return True

@@ -1,4 +1,4 @@
-"""Search for obstacles to vectorized training: settings, hooks, and a trial of a module with random outputs."""
+"""Search for obstacles to vectorized training: settings, hooks, and a trial of the module on padded batches."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from lightning_fcl.methods.base import MethodBase, overrides_hook
 from lightning_fcl.methods.driver import MethodDriver
 from lightning_fcl.methods.keyed_dropout import KeyedRandomness
 
-# Elementwise optimizers: the update of each number depends only on its own history, so it is the same on stacks.
+# Elementwise optimizers: the update of each element does not depend on other elements, so stacking does not change it.
 ELEMENTWISE = (
     torch.optim.SGD,
     torch.optim.Adam,
@@ -61,7 +61,7 @@ BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end")
 def find_vmap_obstacle(
     module: L.LightningModule, methods: Sequence[MethodBase], optimizers: Sequence[Optimizer], stream: FederatedStream
 ) -> Obstacle | None:
-    """Return the obstacle to vectorized training that does not depend on the module's step, or None."""
+    """Return the first obstacle that does not depend on the module's step, such as a setting or a hook, or None."""
     for method in methods:
         if not method.vectorizable:
             projects = overrides_hook(method, "project_gradient")
@@ -81,8 +81,8 @@ def find_padding_obstacle(
 ) -> Obstacle | None:
     """Return the obstacle to vectorized training on padded batches, or None.
 
-    There is no obstacle if the module defines its training step as the mean of its `sample_loss`, and if two trials
-    succeed: of the module on a few samples, and of its loss and the methods on random outputs.
+    There is no obstacle if the module's training step is the mean of its `sample_loss`, and if two trials succeed. One
+    trial runs the module on a few samples. The other trial runs the loss and the methods on random outputs.
     """
     if not isinstance(module, Vectorizable):
         return Obstacle(Reason.NO_SAMPLE_LOSS, (type(module).__name__,))
@@ -103,7 +103,7 @@ def find_padding_obstacle(
 
 
 def is_users(hook: Callable[..., object]) -> bool:
-    """Return whether a hook is user code, and not a hook of Lightning or this library."""
+    """Return whether a hook is user code, and not part of Lightning or of this library."""
     return not getattr(_function(hook), "__module__", "").startswith(("lightning.", "lightning_fcl."))
 
 
@@ -112,7 +112,7 @@ def _function(hook: object) -> object:
 
 
 def _watching(module: L.LightningModule, stream: FederatedStream) -> Obstacle | None:
-    """Return the first override of a hook that expects a single client as an obstacle, or None."""
+    """Return an obstacle for the first user hook that expects a single client, or None."""
     callbacks = get_callbacks(module.trainer)
     for callback in callbacks:
         if isinstance(callback, BaseFinetuning):
@@ -137,7 +137,7 @@ def _watching(module: L.LightningModule, stream: FederatedStream) -> Obstacle | 
 
 
 class _Trial:
-    """A trial of a copy of a module on padded batches.
+    """A trial on padded batches, with a copy of a module.
 
     Args:
         module: The module, which has a `sample_loss`.
@@ -165,7 +165,7 @@ class _Trial:
         )
 
     def _step_obstacle(self) -> Obstacle | None:
-        """Return an obstacle if the step cannot be vectorized, or if padding changes its result."""
+        """Return an obstacle if the step cannot be vectorized, or if padding changes the result, otherwise None."""
         num_samples, generator_states = len(self._x) - 5, generators()
         x, y = self._x[:num_samples], self._y[:num_samples]
         with counting(self._module.trainer, 0, 1):
@@ -188,7 +188,7 @@ class _Trial:
         return None
 
     def _row_obstacle(self) -> Obstacle | None:
-        """Return an obstacle if a function of the module mixes the samples of a batch."""
+        """Return an obstacle if a function of the module mixes the samples of a batch, otherwise None."""
         module, key = self._module, torch.zeros((), dtype=torch.long, device=self._x.device)
         assert isinstance(module, Vectorizable)
 
@@ -216,7 +216,7 @@ class _Trial:
         return bool(self._loose.changes() or counts != self._counts or changed_tensors(self._module, self._state))
 
     def _losses_and_gradients(self, x: list[Tensor], y: list[Tensor], real: int | None = None) -> list[Tensor]:
-        """Return the first client's loss and gradient. ``real`` is the number of samples before padding, if any."""
+        """Return the first client's loss and flat gradient. ``real``: number of its samples. None: no padding."""
         module, clients, rows = self._module, len(x), len(y[0])
         state = {name: value.detach().clone() for name, value in state_tensors(module).items()}
         weight = torch.full((clients, rows), 1 / rows, device=module.device)
@@ -231,7 +231,7 @@ class _Trial:
 
 
 def copy_module(module: L.LightningModule) -> L.LightningModule:
-    """Return a copy of a module with the original Trainer. A Trainer may own processes and cannot be copied."""
+    """Return a copy of a module. It shares the original Trainer, which cannot be copied because it may own processes."""
     module_copy = copy.deepcopy(module, {id(part): part for part in (module.trainer, module.trainer.strategy)})
     module_copy.trainer = module.trainer
     return module_copy

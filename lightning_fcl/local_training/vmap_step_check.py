@@ -1,4 +1,4 @@
-"""Trial of a module's own training step on a few samples of two clients: vectorized and sequential must be equal."""
+"""Trial of a module's own training step for two clients. Vectorized and sequential steps must have equal results."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from lightning_fcl.methods.keyed_dropout import KeyedRandomness
 from lightning_fcl.validation import format_code_names
 
 _STEPS = 3
-"""Number of steps in the trial. Several steps reveal behavior that differs in every other step."""
+"""Number of steps in the trial. With several steps, the trial detects behavior that differs between steps."""
 _CLIENTS = [ClientRound("a", 0), ClientRound("b", 0)]
 # A user override of one of these hooks expects the gradients of a single model, or a single optimizer.
 _HOOKS = ("backward", "optimizer_zero_grad")
@@ -56,8 +56,8 @@ def find_step_obstacle(
     """Return the obstacle to vectorizing a module's own training step, or None.
 
     There is no obstacle if a trial succeeds. In the trial, two clients take a few steps, vectorized and sequentially.
-    Loss, gradients, buffers and logs must be equal, the step may change nothing else, and each method must have the
-    same penalty.
+    Loss, gradients, buffers and logs must be equal, and the step must not change other state. Each method must have the
+    same penalty in both cases.
     """
     name = type(module).__name__
     if not module.automatic_optimization:
@@ -82,7 +82,7 @@ _UNLIKE = {"loss": Reason.STEP_LOSS, "gradients": Reason.STEP_GRADIENTS, "logs":
 
 
 class _StepOutcome(NamedTuple):
-    """Result of one client's step: the recorded lines, and the loss, gradients and logged values as vectors."""
+    """Result of one client's step: logged lines without values, and the loss, gradient and logged values as tensors."""
 
     lines: Sequence[LogEntry | MetricUpdate]
     loss: Tensor
@@ -90,7 +90,7 @@ class _StepOutcome(NamedTuple):
     values: Tensor
 
     def unlike(self, other: _StepOutcome, tolerance: float) -> str | None:
-        """Return which part differs from another outcome ("loss", "gradients" or "logs"), or None."""
+        """Return the part that differs from another outcome ("loss", "gradients" or "logs"), or None."""
         if self.lines != other.lines:
             return "logs"
         parts = {"loss": (self.loss, other.loss), "gradients": (self.gradient, other.gradient)}
@@ -101,7 +101,7 @@ class _StepOutcome(NamedTuple):
 
 
 class _Trial:
-    """A trial in which two clients take a few steps in a copy of a module, sequentially and vectorized.
+    """A trial in which two clients take a few steps, sequentially and vectorized, with a copy of a module.
 
     Args:
         module: The module.
@@ -167,14 +167,14 @@ class _Trial:
         return None
 
     def _left_behind(self, loose: ModuleSnapshot, outside_search: Search) -> Obstacle | None:
-        """Return the state that a step has changed and that the next client would see."""
+        """Return an obstacle if a step has changed state that would affect the next client, otherwise None."""
         if changed_names := loose.changes() or _hooked(self._module):
             return Obstacle(Reason.STATE, (format_code_names(changed_names),))
         outside_names = sorted({change.name for change in outside_search.changes()})
         return Obstacle(Reason.OUTSIDE, (format_code_names(outside_names),)) if outside_names else None
 
     def _alone(self, row: int, batches: int = _STEPS) -> tuple[list[_StepOutcome], dict[str, Tensor]]:
-        """Return the outcomes of a client's sequential steps, and its state after them."""
+        """Return the outcomes of a client's sequential steps, and the client's state after the steps."""
         load_state_tensors(self._module, self._state)
         keys, recorder, outcomes = client_round_keys(0, [_CLIENTS[row]], "layers"), LogRecorder(self._module), []
         params = [p for p in self._module.parameters() if p.requires_grad]
@@ -192,9 +192,9 @@ class _Trial:
         return outcomes, {name: value.detach().clone() for name, value in state_tensors(self._module).items()}
 
     def _beside(self, side_by_side: bool) -> tuple[list[list[_StepOutcome]], dict[str, Tensor]]:
-        """Return the outcomes of both clients' vectorized steps, and their stacked state after them.
+        """Return the outcomes of both clients' vectorized steps, and the stacked states after the steps.
 
-        If ``side_by_side`` is False, each client is a separate group.
+        If ``side_by_side`` is False, the steps use one group for each client.
         """
         load_state_tensors(self._module, self._state)
         number, device = len(_CLIENTS), self._module.device
@@ -233,7 +233,7 @@ def _step_outcome(
 
 
 class _NoLogger(DummyLogger):
-    """A logger that raises ObstacleError, because a step would log the values of several clients at once."""
+    """A logger that raises ObstacleError. With a real logger, a vectorized step would log several clients at once."""
 
     @property
     def experiment(self) -> NoReturn:
@@ -252,7 +252,7 @@ def _refuse_logger() -> NoReturn:
 
 @contextmanager
 def _apart(module: L.LightningModule, optimizer: Optimizer) -> Iterator[None]:
-    """Temporarily replace the loggers by loggers that raise, and undo changes of the optimizer's groups."""
+    """Temporarily replace the loggers by loggers that raise. Afterwards, restore the optimizer's groups."""
     trainer, groups = module.trainer, copy.deepcopy(group_values(optimizer))
     loggers = trainer.loggers
     trainer.loggers = [_NoLogger() for _ in loggers]
@@ -267,7 +267,7 @@ def _batches(module: L.LightningModule, stream: FederatedStream) -> list[Batch]:
     """Return two batches of the same shape, one for each client.
 
     Raises:
-        ObstacleError: If there are no samples, if a batch contains other values than tensors, or if shapes differ.
+        ObstacleError: If there are no samples, a batch contains a value that is not a tensor, or the shapes differ.
     """
     if (rows := trial_rows(stream)) is None:
         raise ObstacleError(Reason.NO_SAMPLES)
@@ -282,7 +282,7 @@ def _batches(module: L.LightningModule, stream: FederatedStream) -> list[Batch]:
 
 
 def _unfit(methods: Sequence[MethodBase], batches: Sequence[Batch]) -> Obstacle | None:
-    """Return the first method that needs pairs of inputs and targets as an obstacle if batches are no such pairs."""
+    """Return an obstacle for the first method that needs pairs of inputs and targets if batches are not such pairs."""
     for method in methods:
         if (method.needs.labels or method.needs.logits) and not is_labelled(batches[0]):
             return Obstacle(Reason.METHOD_PAIRS, (type(method).__name__,))
