@@ -25,7 +25,7 @@ from lightning_fcl.snapshot_values import (
 INTERNAL = frozenset(vars(L.LightningModule()))
 """Attributes of a module that Lightning and torch set."""
 NO_STATE = (*CONSTANT, types.FunctionType, types.MethodType)
-# In addition, parts of this library, and datasets.
+# These objects are not state of clients. They include objects of this library and datasets.
 NOT_OF_CLIENTS = (*LEFT_ALONE, "lightning_fcl.", "torch.utils.")
 
 
@@ -35,14 +35,14 @@ class Search:
     Args:
         ignored_ids: Ids of objects that are not inspected.
         state: Ids of the tensors of the module's state.
-        records: Lists that clients of earlier rounds have appended to, by id.
+        records: Lists to which clients of earlier rounds have appended items, by the `id` of the list.
         metrics: Whether to inspect metrics of torchmetrics.
 
     Attributes:
-        parts: Attributes and contents of containers.
-        modes: Prefix, network and training mode of each network.
-        learn: Name, parameter and `requires_grad` of each parameter.
-        leaves: Other tensors that require gradients.
+        parts: Attributes and contents of containers, with their values at the time of the search.
+        modes: Prefix of the names, network, and training mode of each network.
+        learn: Name, parameter, and `requires_grad` of each parameter.
+        leaves: Tensors that require gradients and are not parameters of a network.
         metrics: Inspected metrics, by name.
         unknown: Names of objects that cannot be inspected, such as iterators.
         others: Names of objects of other packages that are not inspected, such as loggers and datasets.
@@ -66,7 +66,7 @@ class Search:
         self._records = records or {}
 
     def look(self, named_values: Iterable[tuple[str, Any]]) -> None:
-        """Add the state of some values, each with its name."""
+        """Add the given values, which are pairs of a name and a value, and all state that is reachable from them."""
         todo = list(named_values)
         while todo:
             name, value = todo.pop()
@@ -88,18 +88,18 @@ class Search:
         ignored: Set[str] = frozenset(),
         follow: Callable[[object], bool] = lambda value: True,
     ) -> None:
-        """Add the values of a mapping, and the state of the values for which ``follow`` returns True."""
+        """Add the values of a mapping. Values for which ``follow`` returns True are also searched."""
         self.look((name, value) for name, value in self._names(prefix, values, ignored) if follow(value))
 
     def changes(self, names: Collection[str] | None = None) -> Iterator[Change]:
-        """Yield the changes since the search. If ``names`` is given, yield only changes of or below these names."""
+        """Yield the changes since the search. With ``names``, yield only changes of these names and names below them."""
         for snapshot_value in self.parts:
             for change in snapshot_value.changes():
                 if names is None or is_below(change.name, names):
                     yield change
 
     def restore(self, names: Collection[str] | None = None) -> None:
-        """Undo the changes since the search. If ``names`` is given, undo only changes of or below these names."""
+        """Undo the changes since the search. With ``names``, undo only changes of these names and names below them."""
         for change in [*self.changes(names)]:
             change.undo()
 
@@ -129,7 +129,7 @@ class Search:
             container.load_history(self._records.get(id(value)))
             self.parts.append(container)
         inner: list[tuple[str, Any]] = []
-        # A hashable object with equality by value is assumed to be immutable, such as a date or a path.
+        # A hashable object that defines `__eq__` is assumed to be immutable, such as a date or a path.
         immutable = isinstance(value, Hashable) and type(value).__eq__ is not object.__eq__
         if isinstance(value, Tensor) and value.is_leaf and value.requires_grad:
             self.leaves.append(value)

@@ -1,4 +1,4 @@
-"""Vectorized local training on padded batches: stacked parameters, one step for all clients, traced and replayed."""
+"""Vectorized local training on padded batches. Clients have stacked parameters and share each step."""
 
 from __future__ import annotations
 
@@ -28,24 +28,26 @@ from lightning_fcl.methods.keyed_dropout import KeyedRandomness
 log = logging.getLogger(__name__)
 
 AFTER = 1000
-"""Number of steps of one shape before the step is traced. Tracing takes as long as several hundred steps.
-The first trace takes one second more."""
+"""Number of steps with equal shapes before the step is traced. Tracing takes as long as several hundred steps.
+
+The first trace of a process takes about one second more.
+"""
 
 _KNOWN = ("torch.nn.modules.", "torchmetrics.", "lightning_fcl.")
 
 Step = Callable[[list[Tensor], list[Tensor], list[Tensor]], list[Any]]
-"""``step(params, rest, batch)``: a function that returns a list of tensors, with None for a missing gradient."""
+"""``step(params, rest, batch)``: a function that returns a list of tensors. A missing gradient is None."""
 
 
 class TracedStep:
-    """Traces a step after a number of calls and replays it, if the replay is bitwise identical to the step.
+    """Traces a step after a number of calls, and then runs the trace if its result is bitwise identical to the step.
 
-    A traced step may depend only on its tensors and their shapes. Other values are fixed at the time of the trace. See
+    The step may depend only on its tensors and their shapes. All other values are fixed when the step is traced. See
     `is_traceable`.
 
     Args:
-        step: The step. Its only effect is its result.
-        warmup_steps: Number of steps of one shape before it is traced. Default: `AFTER`.
+        step: The step. It must have no effect other than its result.
+        warmup_steps: Number of steps with equal shapes before the step is traced. Default: `AFTER`.
 
     Example:
         >>> double = TracedStep(lambda params, rest, batch: [2 * params[0]], warmup_steps=1)
@@ -63,7 +65,7 @@ class TracedStep:
 
     @property
     def traced(self) -> int:
-        """Number of shapes whose step is replayed."""
+        """Number of combinations of shapes for which a trace replaces the step."""
         return len(self._graphs)
 
     def __call__(self, params: list[Tensor], rest: list[Tensor], batch: list[Tensor]) -> list[Any]:
@@ -85,7 +87,7 @@ class TracedStep:
             graph = make_fx(self._step)(*arguments)
             with torch.no_grad():
                 is_equal = all(map(torch.equal, graph(*arguments), expected))
-        except Exception as error:  # Tracing may raise any exception. Such a step is not replayed.
+        except Exception as error:  # Tracing may raise any exception. In this case, the step itself runs.
             log.debug("Did not trace a step: %s", error)
             return
         if is_equal:
@@ -93,7 +95,7 @@ class TracedStep:
 
 
 def is_traceable(module: nn.Module) -> bool:
-    """Return whether a module's step depends only on tensors: all submodules belong to torch or to this library.
+    """Return whether a step depends only on tensors: the module and all submodules are of torch or of this library.
 
     Example:
         >>> is_traceable(nn.Sequential(nn.Linear(1, 1), nn.Dropout()))
@@ -103,14 +105,14 @@ def is_traceable(module: nn.Module) -> bool:
 
 
 class VectorizedTrainer(StackedTrainer):
-    """Trains several clients' copies of one module with `sample_loss` on padded, stacked batches.
+    """Trains copies of one module for several clients with `sample_loss`, on padded and stacked batches.
 
-    Batches of unequal size are padded. Clients without a further batch are not computed and do not change. The result
-    equals sequential training up to the rounding of batched matrix products.
+    Batches of unequal size are padded. Clients without a further batch are not computed and do not change. The results
+    equal those of sequential training, up to the rounding of batched matrix products.
 
     Args:
         module: The module, which has a `sample_loss`.
-        methods: See `StackedTrainer`, also for the other arguments.
+        methods: See `StackedTrainer` for this argument and the following arguments.
     """
 
     def __init__(
@@ -127,7 +129,7 @@ class VectorizedTrainer(StackedTrainer):
         self._traceable = is_traceable(module)
         # One traced step for each set of trainable parameters.
         self._traced: dict[tuple[str, ...], TracedStep] = {}
-        # Gradients that the step has returned.
+        # Gradients that the step has returned. None: the step has returned no gradients.
         self._known: Sequence[Tensor | None] | None = None
 
     def training_step(self, batch: Batch, batch_idx: int | None, weight: Tensor | None) -> Tensor:
@@ -163,7 +165,7 @@ class VectorizedTrainer(StackedTrainer):
         rest: list[Tensor],
         batch: list[Tensor],
     ) -> list[Tensor | None]:
-        """Return each client's loss twice (total loss and task loss), and the gradients: a step without methods."""
+        """Compute a step without methods. Return each client's loss twice (total and task loss), then the gradients."""
         keys, x, y, weight = batch
         state = _first(len(weight), dict(zip((*learning, *untrained_names), (*params, *rest), strict=True)))
         losses = self._task_losses(self._outputs(state, keys, x, "different"), y, weight)
@@ -176,21 +178,21 @@ class VectorizedTrainer(StackedTrainer):
         return outputs
 
     def _task_losses(self, outputs: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-        """Return each client's task loss. One call outside of vmap computes the loss of all clients' samples."""
+        """Return each client's task loss. One call outside of vmap computes the losses of all clients' samples."""
         samples = self._loss.sample_loss(outputs.flatten(0, 1), y.flatten(0, 1)).view_as(weight)
         return (samples * weight).sum(dim=1)
 
     def losses(
         self, x: Tensor, y: Tensor, weight: Tensor, keys: Tensor, randomness: str = "different"
     ) -> tuple[Tensor, Tensor]:
-        """Return each client's loss and task loss on its batch, for the clients that have one, shape (clients,).
+        """Return the loss and the task loss of each client that has a batch. Both have shape (clients,).
 
         Args:
             x: Inputs, shape (clients, batch, ...).
             y: Targets, shape (clients, batch, ...).
             weight: Weight of each sample in its client's mean, shape (clients, batch).
             keys: Keys of the clients' random layers, shape (clients,).
-            randomness: Behavior of random layers that use no key, see `torch.func.vmap`.
+            randomness: Behavior of random layers that use no key. See `torch.func.vmap`.
         """
         params, rest = _first(len(weight), dict(self.params)), _first(len(weight), self.untrained_state)
         if not self.methods:
@@ -244,7 +246,7 @@ class StackedPrecision(Precision):
         self._trainer = trainer
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """Compute the gradients: as Lightning does for a single client, with the stacked trainer for several."""
+        """Compute the gradients, in a vectorized step with the stacked trainer, otherwise as Lightning does."""
         trainer = self._trainer()
         if not isinstance(trainer, StackedTrainer):
             super().backward(tensor, model, optimizer, *args, **kwargs)
@@ -266,11 +268,11 @@ class StackedPrecision(Precision):
 
 
 def flush_denormals() -> bool:
-    """Treat subnormal numbers as 0 if PyTorch uses one thread. Return whether this call has changed the setting.
+    """Treat subnormal numbers as 0 if PyTorch uses one thread. Return True if this call has changed the setting.
 
-    Gradients of unlikely classes can be subnormal, and a CPU multiplies such numbers many times more slowly. Undo the
-    setting with ``torch.set_flush_denormal(False)``. With several threads, existing threads would keep their setting,
-    and results would depend on the time at which threads start.
+    Gradients of unlikely classes can be subnormal numbers, and CPU operations on subnormal numbers are many times
+    slower. Undo the setting with ``torch.set_flush_denormal(False)``. With several threads, existing threads would keep
+    their setting, and results would depend on the time at which threads start.
     """
     smallest = torch.tensor(torch.finfo(torch.float32).tiny, device="cpu")
     return torch.get_num_threads() == 1 and bool(smallest / 2 != 0) and torch.set_flush_denormal(True)

@@ -231,7 +231,7 @@ class _Trial:
 
 
 def copy_module(module: L.LightningModule) -> L.LightningModule:
-    """Return a copy of a module. It shares the original Trainer, which cannot be copied because it may own processes."""
+    """Return a copy of a module with the original Trainer. A Trainer with subprocesses cannot be copied."""
     module_copy = copy.deepcopy(module, {id(part): part for part in (module.trainer, module.trainer.strategy)})
     module_copy.trainer = module.trainer
     return module_copy

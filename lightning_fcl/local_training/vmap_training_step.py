@@ -34,15 +34,15 @@ from lightning_fcl.validation import format_code_names
 
 
 class StepTrainer(StackedTrainer):
-    """Trains several clients' copies of one module with the module's own `training_step` under `vmap`.
+    """Trains copies of one module for several clients, with the module's own `training_step` under `vmap`.
 
-    Batches are not padded. In a step, clients whose batches have the same shape are vectorized together, one such group
-    after the other. All groups contribute to one gradient and one step of the optimizer. Logged values are logged once
-    for all clients.
+    Batches are not padded. In a step, clients whose batches have the same shape form a group. Each group is vectorized,
+    and the groups run one after another. All groups contribute to one gradient and one optimizer step. Logged values
+    are logged once for all clients.
 
     Args:
-        module: See `StackedTrainer`, also for the other arguments.
-        randomness: Behavior of random layers that use no key, see `torch.func.vmap`.
+        module: See `StackedTrainer` for this argument and all arguments before ``randomness``.
+        randomness: Behavior of random layers that use no key. See `torch.func.vmap`.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class StepTrainer(StackedTrainer):
         self._leaves: list[tuple[Tensor, list[Tensor]]] = []
         # Input and output of the last call of the module.
         self._called: tuple[Any, Tensor] | None = None
-        # Whether the step returns a loss.
+        # Whether the training step has returned a loss.
         self._gives = True
 
     def start(
@@ -88,7 +88,7 @@ class StepTrainer(StackedTrainer):
         return loss
 
     def group_losses(self, groups: Sequence[ShapeGroup], batch_idx: int | None) -> Tensor | None:
-        """Return the sum of the clients' losses in a step, and store each client's in `losses` and `logged`."""
+        """Return the sum of the clients' losses, or None. Store the losses and logs in `losses` and `logged`."""
         device = groups[0].rows.device
         keys, method_inputs = self.next_keys(device), self.method_inputs(device) if self.methods else {}
         self.losses, self.logged, self._leaves = torch.zeros(self.number, device=device), [], []
@@ -173,7 +173,7 @@ class StepTrainer(StackedTrainer):
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
-        """Record the module's input and output in a step, which the methods need."""
+        """Temporarily record the module's input and output in a step. Methods need these tensors."""
         if not self.methods:
             yield
             return
@@ -192,7 +192,7 @@ class StepTrainer(StackedTrainer):
         return self.reorder_gradients([gradient for _, gradient in self.param_gradients(loss)])
 
     def param_gradients(self, loss: Tensor) -> list[tuple[Tensor, Tensor | None]]:
-        """Return the clients' stacked parameters, each with its gradient."""
+        """Return pairs of the clients' stacked parameter and the stacked gradient of this parameter."""
         leaves = [leaf for _, own in self._leaves for leaf in own]
         gradients = iter(torch.autograd.grad(loss, leaves, allow_unused=True))
         columns = [[(rows, next(gradients)) for _ in own] for rows, own in self._leaves]
@@ -200,7 +200,7 @@ class StepTrainer(StackedTrainer):
         return list(zip(self.params.values(), stacked_gradients, strict=True))
 
     def _gathered(self, parts: Sequence[tuple[Tensor, Tensor | None]]) -> Tensor | None:
-        """Return the gradients of one parameter for all clients: 0 for clients without a batch."""
+        """Return the stacked gradients of one parameter. The gradient is 0 for clients without a batch."""
         client_gradients = [(rows, gradient) for rows, gradient in parts if gradient is not None]
         if not client_gradients or (len(parts) == 1 and len(parts[0][0]) == self.number):
             return parts[0][1]
@@ -219,7 +219,8 @@ class StepTrainer(StackedTrainer):
         """Return the clients' states.
 
         Raises:
-            ValueError: If the steps have changed attributes of the module, which the next client would see.
+            ValueError: If the steps have changed attributes of the module, because the changes would affect the next
+                clients.
         """
         if changed_names := self._loose.changes():
             raise InvalidValueError(
