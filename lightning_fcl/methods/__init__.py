@@ -1,6 +1,6 @@
 """Federated and continual learning methods: hooks that change losses, gradients, batches, uploads and aggregates.
 
-Strategies and Trainers, not methods, choose which clients train and how they train.
+Methods do not select the clients of a round. The Trainer's strategy selects them.
 """
 
 import lazy_loader

@@ -36,14 +36,14 @@ ReplayTransform = Callable[[Any], Any]
 
 @dataclass(eq=False, init=False)
 class MethodBase:
-    """Base class of methods: hooks that keep client state and change steps, uploads and the server's model.
+    """Base class of methods. Its hooks store client state, and change optimizer steps, uploads and the server's model.
 
     Subclass `Method`, which is also a Lightning callback. In a federation, the hooks run in sequential and in
     vectorized training. They also run in a plain Trainer, which is a federation of one client with one round per epoch.
     If the training of a client changes attributes of the method, `start_client` must reset them.
 
     A subclass is a dataclass or defines a constructor. The fields of a dataclass are the arguments of the method.
-    `lightning_fcl.validation.validated` declares how they are checked.
+    Declare a field with `lightning_fcl.validation.validated` to check its value.
 
     Args:
         clients: The clients that use the method: ``"all"``, a list of client ids, or ``"unbalanced"``. With
@@ -68,17 +68,23 @@ class MethodBase:
     accumulates: ClassVar[bool] = False
     """Whether `end_experience` adds samples to the result of the experience's earlier rounds.
 
-    If the rounds of an experience have different samples, such a method gets each sample once. Other methods get the
-    samples of the last round in which the client trained.
+    If the rounds of an experience have different samples, the hook of such a method gets each sample once. The hook of
+    other methods gets the samples of the last round in which the client trained.
     """
 
     clients: Clients = field(default="all", kw_only=True)
 
     reductions: ClassVar[ReductionRules] = {}
-    """Reductions of the tensors of `init_server_state`, by name or shell-style pattern. Other tensors are averaged."""
+    """Reductions of the tensors of `init_server_state`, by name or shell-style pattern.
+
+    A tensor that matches no pattern is averaged.
+    """
 
     of_experience: ClassVar[tuple[str, ...]] = ()
-    """Patterns of tensors that are reset in each experience, see `lightning_fcl.methods.experience`."""
+    """Name patterns of the method's tensors that are reset in each experience.
+
+    See `lightning_fcl.methods.experience`.
+    """
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
@@ -100,7 +106,7 @@ class MethodBase:
         validate_fields(self)
         if not isinstance(self.clients, str):
             self.clients = [str(client) for client in self.clients]
-        # The state of the method in a plain Trainer.
+        # In a plain Trainer, `MethodDriver` sets this to the state of the one-client federation.
         self.local: LocalFederation | None = None
         self._client: Client | None = None
 
@@ -116,9 +122,9 @@ class MethodBase:
     def enters_alone(self, client: Client) -> StateSection:
         """Return tensors to add to the client's method state when the client enters an experience.
 
-        This hook is called only if clients enter the experiences of a stream in different rounds. In such a stream, a
-        method must override it if tensors of `init_server_state` match `of_experience`. Otherwise, setup raises
-        ValueError.
+        This hook is called only if clients enter the experiences of a stream in different rounds and `of_experience`
+        is not empty. In such a stream, a method must override the hook if tensors of `init_server_state` match
+        `of_experience`. Otherwise, setup raises ValueError.
         """
         return {}
 
@@ -129,7 +135,7 @@ class MethodBase:
         """
 
     def task_weight(self, client: Client) -> float:
-        """Return the factor of the task loss."""
+        """Return the factor by which the task loss is multiplied."""
         return 1.0
 
     def penalty(self, client: Client, step: Step) -> Tensor | float:
@@ -141,11 +147,11 @@ class MethodBase:
 
         Args:
             client: The client.
-            gradient: Gradient of the methods' loss on the batches of the step, as one vector. It covers all trainable
-                parameters that have a gradient.
-            gradient_fn: ``gradient_fn(x, y)`` returns the gradient of the mean task loss on other samples, see
-                `GradientFn`. The module stays in its current mode. In training mode dropout is active, and batch
-                normalization uses the statistics of ``x``, as in the code of GEM's authors. The call changes no
+            gradient: Gradient of the training loss, including the methods' terms, on the batches of the step. The
+                gradient is one vector over all trainable parameters that have a gradient.
+            gradient_fn: ``gradient_fn(x, y)`` returns the gradient of the mean task loss on the samples ``x`` and
+                ``y``, see `GradientFn`. The module stays in its current mode. In training mode dropout is active, and
+                batch normalization uses the statistics of ``x``, as in the code of GEM's authors. The call changes no
                 gradient, buffer or random number generator.
         """
         return gradient
@@ -153,17 +159,18 @@ class MethodBase:
     def replay_samples(self, client: Client) -> ReplaySamples | None:
         """Return the client's replay samples: a pair ``(x, y)``, or a dict of tensors by name. None or {}: no samples.
 
-        `replay_batch_size` defines how the samples are used in a step. `replay_transform` can change them there.
+        `replay_batch_size` defines how the samples are used in a step. `replay_transform` can change each sample
+        before the step uses it.
         """
         return None
 
     @property
     def replay_batch_size(self) -> int | None:
-        """Number of replay samples sampled with replacement for each step, see `Step.replay_samples`.
+        """Number of replay samples drawn with replacement for each step, see `Step.replay_samples`.
 
-        If None, replay samples join the batches instead, and each sample joins one batch of each local epoch. Local
-        epochs are planned only with a `FederatedStream`. Without a stream, each batch gets as many replay samples as
-        it has samples, or all replay samples if there are fewer.
+        If None, replay samples are added to the batches instead. With a `FederatedStream`, each replay sample is added
+        to one batch of each local epoch. Without a stream, each batch of n samples gets n replay samples, or all replay
+        samples if there are fewer than n.
         """
         return None
 
@@ -182,7 +189,7 @@ class MethodBase:
         Args:
             client: The client.
             trained_state: The client's state after local training.
-            data: The client's samples of the round, stacked. None if the method does not need them.
+            data: The client's samples of the round, stacked into one batch. None if the method does not need them.
                 ``client.new_samples(data)`` returns the samples that the client has not trained on in earlier rounds.
         """
         return client.method_state
@@ -198,8 +205,9 @@ class MethodBase:
         Args:
             client: The client. ``client.method_state`` is the state that `update_client_state` returned.
             trained_state: The client's state after local training.
-            data: The client's samples of the round, stacked. For a method with `accumulates`, samples of earlier
-                experiences are left out. If ``client.result`` is not empty, ``data`` has only the samples to add to it.
+            data: The client's samples of the round, stacked into one batch. For a method with `accumulates`, samples of
+                earlier experiences are left out. If ``client.result`` is not empty, ``data`` contains only the samples
+                that the hook must add to ``client.result``.
         """
         return client.method_state
 
@@ -210,7 +218,7 @@ class MethodBase:
         return None
 
     def trainable_patterns(self, client: Client) -> Pattern | None:
-        """Return patterns of the tensors that are trained in ``client.local_epoch``. None: all tensors.
+        """Return patterns of the tensors that are trained in the epoch ``client.local_epoch``. None: all tensors.
 
         All other parts are frozen and do not change: their parameters get no gradient, and their layers keep their
         statistics.
@@ -239,11 +247,11 @@ class MethodBase:
         return state
 
     def rescore(self, server: State, module: L.LightningModule, x: Tensor, output: Tensor) -> Tensor:
-        """Return class scores, shape (batch, classes), by the method's prediction rule. Return ``output`` for no rule.
+        """Return class scores, shape (batch, classes). Return ``output`` if the method has no prediction rule.
 
         Args:
             server: Tensors that the server keeps for the method.
-            module: The module in evaluation mode, with the state that predicts.
+            module: The module in evaluation mode, with the state that is used for the prediction.
             x: Inputs.
             output: Output of the module for ``x``.
         """
@@ -267,7 +275,7 @@ class MethodBase:
         return {}
 
     def contribute_experience(self, client: Client, trained_state: State, data: Batch) -> State:
-        """Return what a client adds to tensors of `init_server_state` for an experience, with the same shapes.
+        """Return a client's contribution to tensors of `init_server_state` for an experience, with the same shapes.
 
         The reduction of these tensors is a sum. If a client trains in several rounds of an experience, it uploads the
         change since its last contribution. When the experience ends, the server has the sum of the latest contributions
@@ -276,7 +284,7 @@ class MethodBase:
         Args:
             client: The client.
             trained_state: The client's state after local training.
-            data: The client's samples, stacked. Each sample counts once in an experience.
+            data: The client's samples, stacked into one batch. Each sample is counted only once in an experience.
         """
         return {}
 
@@ -382,7 +390,7 @@ def keeps_client_state(method: MethodBase, client_round: ClientRound) -> bool:
 
 
 def changes_loss(method: MethodBase, client: Client) -> bool:
-    """Return whether a method changes the loss."""
+    """Return whether a method changes the loss of a client."""
     return overrides_hook(method, "penalty") or method.task_weight(client) != 1
 
 

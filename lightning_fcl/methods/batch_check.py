@@ -1,4 +1,4 @@
-"""Checks whether methods can train on batches and store their samples."""
+"""Checks that methods can train on batches and store samples of the batches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_batch(method: MethodBase, batch: Batch, stored: bool = True) -> None:
     Args:
         method: The method.
         batch: The batch.
-        stored: Whether to check also that the method can store samples of the batch. Use False with a
+        stored: Whether to also check that the method can store samples of the batch. Use False with a
             `FederatedStream`: methods then store samples as the dataset returns them, before transfer hooks.
     """
     accepts = is_labelled(batch) or (method.needs.dict_batches and isinstance(batch, dict))
@@ -53,7 +53,7 @@ def check_samples(method: MethodBase, trainer: L.Trainer) -> None:
     with isolate_rng(), restored_reading(samples, rows, "train"):
         try:
             batch = samples.get(rows, "train", stream.seed)
-        # `collate_fn` may fail for two samples only. Training raises all other errors.
+        # `collate_fn` may fail because it gets only two samples. Training raises all other errors.
         except Exception:
             return
     if method.needs.tensors:

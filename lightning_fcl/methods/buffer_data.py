@@ -1,4 +1,4 @@
-"""Sample selection by Avalanche's buffers: the objects that buffers read, and the selection itself."""
+"""Sample selection by Avalanche's buffers, and the objects that the buffers read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Items:
-    """A dataset for Avalanche's buffers. Its items are a sample, its label and its position."""
+    """A dataset for Avalanche's buffers. Each item is a tuple of a sample, its label and its position."""
 
     def __init__(self, sample: Callable[[int], Any], indices: Tensor, labels: Tensor) -> None:
         self.sample = sample

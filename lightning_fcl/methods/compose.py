@@ -133,10 +133,13 @@ def compose(
 
     Args:
         methods: The methods.
-        clients: The client as each method sees it.
-        steps: The step as each method sees it.
-        zero: A zero on the device of the loss, to which the penalties are added.
-        applies: For each method, 1 if the client uses it and 0 otherwise. None: the client uses all methods.
+        clients: The `Client` object of each method.
+        steps: The `Step` object of each method.
+        zero: A zero on the device of the loss. The penalties are added to it.
+        applies: For each method, 1 if the client uses the method and 0 otherwise. None: the client uses all methods.
+
+    Returns:
+        The factor of the task loss, and the sum of ``zero`` and the penalties.
     """
     scale: Tensor | float = 1.0
     extra = zero
@@ -152,7 +155,7 @@ def compose(
 def local_epochs_fn(
     methods: Sequence[MethodBase], client_of: ClientOf, default_epochs: int
 ) -> int | Callable[[ClientRound], int]:
-    """Return the number of local epochs from the first method that defines one, or ``default_epochs``.
+    """Return the number of local epochs that the first method with such a number defines. Default: ``default_epochs``.
 
     If a method overrides `MethodBase.local_epochs`, the result is a function of the client's round.
     """
@@ -167,7 +170,10 @@ def local_epochs_fn(
 
 @contextmanager
 def prediction_override(module: L.LightningModule) -> Iterator[None]:
-    """Temporarily replace a module's output by the prediction rule of its Trainer's methods, if a method has one."""
+    """Temporarily replace a module's output by the class scores of a method's prediction rule (`MethodBase.rescore`).
+
+    The output does not change if no method of the Trainer has a prediction rule.
+    """
     ruling, federation = methods_overriding(get_methods(module.trainer), "rescore"), find_federation(module.trainer)
     if not ruling:
         yield

@@ -1,4 +1,4 @@
-"""The views of a client, a step and the server that the hooks of a method receive."""
+"""The classes `Client`, `Step` and `Server`, which are arguments of a method's hooks."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from lightning_fcl.rng import derive_seed, global_seed
 
 
 class Client:
-    """A client, as the hooks of one method see it.
+    """A client and its state for one method. The hooks of the method receive this object.
 
     Args:
         method_state: The client's state for the method, from `Method.prepare_client_state` or
             `Method.update_client_state`. In-place changes of its tensors are kept.
         received_state: The state that the client received at the start of the round. It includes the tensors that the
             server keeps for methods.
-        client_round: The client's part in the round: its id, experience and labels. None in a vectorized step of
-            several clients.
+        client_round: The client's `ClientRound`: its id, experience and labels. None in a vectorized step of several
+            clients.
         module: The module that the Trainer trains. In sequential training, it has the client's state.
         federation: The federation. None in a plain Trainer.
         is_active: Whether the client uses the method.
@@ -41,10 +41,10 @@ class Client:
     Attributes:
         batch: The current batch.
         local_epoch: Index of the current local epoch, from 0.
-        num_steps: Number of the client's optimizer steps in the round. It is final at the end of the round.
+        num_steps: Number of the client's optimizer steps in the round. The number is complete at the end of the round.
         missed_sync: Whether the server did not receive the client's upload of the round. Set at the end of the round.
         result: For `Method.end_experience` of a method that accumulates samples: the result of the experience's earlier
-            rounds, to which ``data`` adds. {} if ``data`` has all samples of the experience so far.
+            rounds, to which the hook adds ``data``. {} if ``data`` has all samples of the experience so far.
         reply: Tensors that the server sent for `Method.prepare_client_state` at the start of the round, see
             `Method.reply`.
         may_end: Whether the client's experience may end with the round.
@@ -81,7 +81,7 @@ class Client:
 
     @property
     def client_round(self) -> ClientRound:
-        """The client's part in the round.
+        """The client's `ClientRound`: its id, round, experience and labels.
 
         Raises:
             RuntimeError: If several clients train in one vectorized step.
@@ -129,7 +129,10 @@ class Client:
 
     @property
     def is_new_experience(self) -> bool:
-        """Whether the client's experience is later than the ``experience`` in its method state, or none is stored."""
+        """Whether the current experience is later than the entry ``experience`` of the method state.
+
+        True if the method state has no such entry.
+        """
         return self.client_round.experience_idx > int(self.method_state.get("experience", -1))
 
     def new_samples(self, data: Batch) -> Batch:
@@ -173,10 +176,10 @@ def _elsewhere(x: Any, *args: object, **kwargs: object) -> Tensor:
 
 @dataclass
 class Step:
-    """One optimizer step of one client, as a method sees it.
+    """One optimizer step of one client. The hooks of a method receive this object.
 
     Args:
-        params: The student's trainable parameters by name, as part of the graph.
+        params: The trainable parameters by name, as part of the graph. The model that trains is called the student.
         received_state: The state that the client received at the start of the round.
         x: Inputs of the batch, shape (batch, ...).
         output: The student's output for ``x``, shape (batch, classes).
@@ -223,18 +226,18 @@ class Step:
             raise AttributeError(name)
 
     def mean(self, values: Tensor) -> Tensor:
-        """Return the mean of per-sample ``values``, shape (batch,), over the batch's real samples."""
+        """Return the mean of per-sample ``values``, shape (batch,), over the batch. Padding samples are left out."""
         return values.mean() if self.sample_weight is None else (values * self.sample_weight).sum()
 
 
 @dataclass(frozen=True)
 class Server:
-    """The server after a round's aggregation, as `Method.process_aggregate` of one method sees it.
+    """The server after a round's aggregation. The hook `Method.process_aggregate` receives this object.
 
     Args:
         previous_state: The server's state at the start of the round, including tensors that it keeps for methods.
-        state: The current state, after reductions, server optimizer and the `Method.process_aggregate` of earlier
-            methods.
+        state: The current state: after aggregation, the server optimizer's step, and the changes by earlier methods in
+            the Trainer's list of callbacks.
         server_state: Tensors that the server keeps for the method, by name. Changes of this dict are kept.
         participation_rate: Share of the stream's clients whose uploads were accepted, above 0.
         ends: Whether the experience of any client ends with the round.
@@ -244,7 +247,7 @@ class Server:
     Example:
         >>> begun, state = {"w": torch.zeros(1)}, {"w": torch.ones(1)}
         >>> server = Server(begun, state, {}, 0.5, L.LightningModule(), torch.Generator())
-        >>> {name: (value + server.previous_state[name]) / 2 for name, value in server.state.items()}  # half the way
+        >>> {name: (value + server.previous_state[name]) / 2 for name, value in server.state.items()}  # mean of both
         {'w': tensor([0.5000])}
     """
 

@@ -1,4 +1,4 @@
-"""Distillation from the server's model and from earlier models: LwF, FLwF, FLwF-2T and FedNTD. MOON for features."""
+"""Distillation from the server's model and from earlier models (LwF, FLwF, FLwF-2T, FedNTD), and MOON."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from lightning_fcl.validation import above, at_least, between, one_of, validated
 
 
 def distillation_loss(student: Tensor, teacher: Tensor, temperature: float = 2.0) -> Tensor:
-    """Return the cross-entropy of the softened student against the softened teacher, per sample (Hinton et al. 2015).
+    """Return the cross-entropy between the softened outputs of teacher and student, per sample (Hinton et al. 2015).
+
+    Both outputs are a softmax of the logits divided by ``temperature``.
 
     Classes with logits of -inf do not contribute.
     """
@@ -37,11 +39,11 @@ class FLwF2T(Method):
 
     The loss is ``alpha * task loss + beta * KD(client's previous model) + (1 - alpha - beta) * KD(received server
     model)``. KD is `distillation_loss`. The client's previous model is its model after the last round in which it
-    trained. In a client's first round, the received server model replaces the previous model in the second term. With
-    ``teacher="snapshot"``, a client keeps its previous model. It uploads the same tensors as in FedAvg.
+    trained. A client keeps this model. In its first round, it uses the received server model instead. It uploads the
+    same tensors as in FedAvg.
 
-    The defaults are from the paper's text. The results in its tables are closer to
-    ``alpha=0.01, reduction="mean", teacher="live"`` (``recipes/flwf/README.md``).
+    The defaults are from the paper's text. The settings ``alpha=0.01, reduction="mean", teacher="live"`` give results
+    that are closer to the paper's tables (``recipes/flwf/README.md``).
 
     Args:
         alpha: Weight of the task loss, 0 to 1.
@@ -49,8 +51,9 @@ class FLwF2T(Method):
         temperature: Temperature of teacher and student, above 0.
         reduction: Mean of the distillation loss, as in `torch.nn.KLDivLoss`. ``"batchmean"``: over samples.
             ``"mean"``: over samples and classes.
-        teacher: ``"snapshot"``: a copy of the client's model after its last round. ``"live"``: a reference to the model
-            that is training, as in a program that forgets to copy the model. The term of the previous model is then 0.
+        teacher: The client's previous model in the loss. ``"snapshot"``: a copy of the client's model after its last
+            round. ``"live"``: a reference to the model that is training, as in a program that forgets to copy the
+            model. With ``"live"``, the term of the previous model is 0, and the client keeps no model.
         clients: Clients that distill. All other clients fine-tune. See `Method`.
 
     Raises:
@@ -209,12 +212,12 @@ class FedNTD(Method):
     """FedNTD: distillation of the not-true classes from the server's model (Lee et al., 2022, arXiv 2106.03097).
 
     The loss is ``task loss + beta * temperature^2 * KD``. KD is `distillation_loss` on the logits of all classes except
-    the sample's true class, and the teacher is the model that the client received. So the client learns the true class
-    from its data and keeps the server's knowledge of all other classes. The factor ``temperature^2`` is from the
-    authors' code. A client keeps no state and uploads the same tensors as in FedAvg.
+    the sample's true class. The teacher is the model that the client received. The task loss thus trains the true
+    class, and the distillation keeps the outputs of all other classes close to the server's outputs. The factor
+    ``temperature^2`` is from the authors' code. A client keeps no state and uploads the same tensors as in FedAvg.
 
     Args:
-        beta: Weight of the distillation, at least 0. 0 is FedAvg.
+        beta: Weight of the distillation, at least 0. With 0, the method is FedAvg.
         temperature: Temperature of teacher and student, above 0.
 
     Raises:
@@ -263,7 +266,7 @@ class MOON(Method):
     client keeps its last model, and uploads the same tensors as in FedAvg.
 
     Args:
-        mu: Weight of the contrastive loss, at least 0. 0 is FedAvg.
+        mu: Weight of the contrastive loss, at least 0. With 0, the method is FedAvg.
         temperature: Divisor of the similarities, above 0.
 
     Raises:

@@ -49,7 +49,9 @@ log = logging.getLogger(__name__)
 
 
 class MethodDriver(Callback):
-    """Callback that runs the hooks of methods in the steps of one client at a time. It comes after the last method.
+    """Callback that runs the methods' hooks in the steps of one client at a time.
+
+    In the Trainer's list of callbacks, it comes after the last method.
 
     In a federation, rounds call `start_clients`. A plain Trainer is a federation of one client, see `EpochRounds`.
     """
@@ -67,7 +69,7 @@ class MethodDriver(Callback):
         self._local = LocalFederation()
         self._hook: RemovableHandle | None = None
         self._call: tuple[Any, Tensor] | None = None
-        # The client that currently trains, as each method sees it.
+        # For each method, the `Client` object of the client that currently trains.
         self._clients: list[Client] = []
 
     # Start and end of a fit.
@@ -168,10 +170,10 @@ class MethodDriver(Callback):
         """Start a client's local training. The client's state must be in the module.
 
         Args:
-            client_round: The client's part in the round.
+            client_round: The client's `ClientRound`.
             received_state: The state that the client received.
             memories: The client's state for each method.
-            seed: Seed for drawing replay samples.
+            seed: Seed of the random draws of replay samples.
         """
         module = self._module
         method_memories = zip(self.methods, memories, strict=True)
@@ -239,14 +241,14 @@ class MethodDriver(Callback):
         methods, clients = [method for method, _ in active], [client for _, client in active]
         call, self._call = self._call, None
         x, output = call or (None, loss)
-        # For batches that are not pairs, the output is known only now.
+        # For batches that are not pairs, the output cannot be checked earlier.
         for method in methods if call else ():
             if method.needs.logits and (reason := describe_non_logits(output)):
                 _refuse_output(method, pl_module, reason)
         step = step_of(pl_module, clients[0].received_state, x, output)
         step.y = clients[0].batch[1] if is_labelled(clients[0].batch) else None
         steps = [self._drawn.step(method, step) for method in methods]
-        # Without a call, penalties that read only parameters still work.
+        # If the training step did not call the module, penalties that read only parameters still work.
         if call is None:
             reason = without_call(pl_module)
             steps = [
@@ -306,7 +308,7 @@ class MethodDriver(Callback):
 
 
 def step_of(module: L.LightningModule, server: State, x: Any, output: Tensor) -> Step:
-    """Return a step, without targets, of the client whose state is in a module."""
+    """Return a `Step` of the client whose state is in the module. The step has no targets."""
     return Step(
         trainable_parameters(module),
         server,

@@ -30,7 +30,10 @@ _FEW = 8
 
 @contextmanager
 def isolated_evaluation(module: L.LightningModule, stream: FederatedStream, stage: RunningStage) -> Iterator[None]:
-    """Temporarily evaluate a module outside of its Trainer's loops. Random state, loggers and module are restored."""
+    """Temporarily evaluate a module outside of its Trainer's loops.
+
+    The random state, the loggers and the module are restored afterwards.
+    """
     trainer, precision = module.trainer, module.trainer.precision_plugin
     previous_stage, loggers = trainer.state.stage, trainer.loggers
     with isolate_rng(), _untouched(module), evaluation_mode(module), torch.no_grad(), precision.forward_context():
@@ -45,7 +48,7 @@ def isolated_evaluation(module: L.LightningModule, stream: FederatedStream, stag
 
 @contextmanager
 def _untouched(module: nn.Module) -> Iterator[None]:
-    """Temporarily use a module. Restore its attributes, buffers, and the contents of its containers afterwards."""
+    """At the end of the context, restore a module's attributes, its buffers and the contents of its containers."""
     attributes = [(vars(part), dict(vars(part))) for part in module.modules()]
     growing = [v for _, values in attributes for v in values.values() if isinstance(v, list | dict | set | deque)]
     contents = [(value, copy.copy(value)) for value in growing]
@@ -63,12 +66,15 @@ def _untouched(module: nn.Module) -> Iterator[None]:
 
 
 def prepare_batch(module: L.LightningModule, batch: Batch) -> Batch:
-    """Return a batch as a Trainer passes it to its module: converted to its precision and moved to its device."""
+    """Return a batch as a Trainer passes it to the module: in the Trainer's precision and on the module's device."""
     return move_batch(module.trainer, module.trainer.precision_plugin.convert_input(batch))
 
 
 def first_indices(stream: FederatedStream) -> IntArray | None:
-    """Return the samples of the first client that has samples. None if there are none, as on a deployment's server."""
+    """Return the sample indices of the first client that has training samples.
+
+    Return None if no client has samples, as on a deployment's server.
+    """
     return next((rows for current in stream.plan.train for rows in current.values() if len(rows)), None)
 
 
@@ -80,12 +86,12 @@ def few_samples(samples: IntArray) -> IntArray:
 def find_logits_obstacle(
     module: L.LightningModule, stream: FederatedStream, samples: IntArray, exact: bool = False
 ) -> str | None:
-    """Return why a module's output cannot be logits of a stream's classes. None: the output may be logits.
+    """Return the reason why a module's output cannot be class logits. Return None if it may be logits.
 
     Args:
         module: The module.
         stream: The stream.
-        samples: Indices of samples, of which a few are used.
+        samples: Indices of samples. At most 8 of them are used.
         exact: Whether the output must have as many classes as the stream.
     """
     with isolated_evaluation(module, stream, RunningStage.TESTING):
@@ -108,7 +114,10 @@ def find_logits_obstacle(
 
 
 def describe_non_logits(output: object, samples: int | None = None) -> str | None:
-    """Return why an output cannot be logits, shape (samples, ..., at least 2 classes). None: it may be logits."""
+    """Return the reason why an output cannot be class logits. Return None if it may be logits.
+
+    Logits have the shape (samples, classes) or (samples, ..., classes) with at least 2 classes.
+    """
     if not isinstance(output, Tensor):
         return f"the output is a {type(output).__name__}"
     fits = output.dim() in (2, 3) and output.shape[-1] > 1 and len(output) == (samples or len(output))

@@ -1,11 +1,12 @@
-"""Method state that belongs to one experience, and the results of experiences.
+"""Method state that belongs to one experience, and results that methods compute at the end of an experience.
 
 `MethodBase.of_experience` lists the entries of a method's state that belong to one experience. In the client state,
 these entries are removed when the client enters a new experience. On the server, they are reset to the values of
 `MethodBase.init_server_state` in the round in which all clients enter an experience.
 
 In some scenarios, such as `lightning_fcl.data.scenarios.Delayed`, clients enter an experience in different rounds. The
-server then keeps these entries. The method must override `MethodBase.enters_alone`, or setup raises ValueError.
+server then does not reset these entries. If `MethodBase.init_server_state` returns such entries, the method must
+override `MethodBase.enters_alone`. Otherwise, setup raises ValueError.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def receive(method: MethodBase, client: Client) -> StateSection:
 def noted(method: MethodBase, client: Client, memory: StateSection) -> StateSection:
     """Return the client state with an entry ``experience`` if the method has entries that belong to one experience.
 
-    The entry has the index of the client's current experience. An empty client state stays empty.
+    The entry contains the index of the client's current experience. An empty client state stays empty.
     """
     noting = method.of_experience and memory
     return {**memory, "experience": torch.tensor(client.client_round.experience_idx)} if noting else memory
@@ -113,15 +114,16 @@ def next_round(stream: ClientStream, client_round: ClientRound, rounds: int) -> 
 
 
 def returns(stream: ClientStream, client_round: ClientRound, rounds: int, accumulates: bool) -> bool:
-    """Return whether the client's next round will replace a result that is computed after the current round.
+    """Return whether a later round of the client will replace the result that is computed after the current round.
 
-    The client is assumed to train in every round.
+    The function assumes that the client trains in every round.
 
     Args:
         stream: The stream.
         client_round: The client's current round.
         rounds: Number of rounds of the fit.
-        accumulates: Whether each sample counts once. The next round must then have the same samples.
+        accumulates: Whether the method counts each sample once. In this case, the function returns True only if the
+            client's next round has the same samples.
     """
     next_round_idx = next_round(stream, client_round, rounds)
     return next_round_idx is not None and not (
@@ -152,7 +154,7 @@ def result_of(
 def share_of(
     method: MethodBase, client: Client, trained_state: State, data: Any, earlier: StateSection
 ) -> tuple[State, StateSection] | None:
-    """Return a client's upload to the sums of an experience, and the client's total contribution after this upload.
+    """Return a client's upload for the sums of an experience, and the client's total contribution with this upload.
 
     Args:
         method: The method.

@@ -1,4 +1,4 @@
-"""Outputs, losses and gradients of a module for other samples, states and losses, without changing the module."""
+"""Functions that compute a module's outputs, losses and gradients for given samples, states and losses."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ SampleLoss = Callable[[Tensor, Any], Tensor]
 GradientFn = Callable[..., Tensor]
 """``gradient_fn(x, y, state=None, loss=None)``: the gradient of the mean loss on samples, as one vector.
 
-The gradient is taken with respect to the trained parameters, at their values in ``state``, or at the current values.
-``loss`` is a `SampleLoss`. Default: the module's `sample_loss`.
+The gradient is taken with respect to the trained parameters. They have the values in ``state``, or their current values
+if ``state`` is None. ``loss`` is a `SampleLoss`. Default: the module's `sample_loss`.
 """
 
 LossFn = Callable[..., Tensor]
@@ -66,7 +66,10 @@ def select_tensors(state: Mapping[str, Tensor], module: nn.Module) -> State:
 
 
 def make_teacher_fn(module: nn.Module) -> Callable[[Mapping[str, Tensor], Any], Tensor]:
-    """Return ``teacher_forward(state, x)``: the module's output with another state, in evaluation mode, no gradient."""
+    """Return a function ``teacher_forward(state, x)`` that returns the module's output with another state.
+
+    The function runs the module in evaluation mode and computes no gradient.
+    """
 
     def predict(state: Mapping[str, Tensor], x: Any) -> Tensor:
         with torch.no_grad(), evaluation_mode(module):
@@ -77,18 +80,24 @@ def make_teacher_fn(module: nn.Module) -> Callable[[Mapping[str, Tensor], Any], 
 
 
 def predictions(module: nn.Module, state: Mapping[str, Tensor], x: Tensor) -> Tensor:
-    """Return the outputs of a module with another state on many samples, in evaluation mode, without gradient."""
+    """Return a module's outputs for many samples. The module has the given state and is in evaluation mode.
+
+    No gradient is computed.
+    """
     predict = make_teacher_fn(module)
     return torch.cat([predict(state, to_input(module, part)) for part in torch.split(x, _CHUNK)])
 
 
 def embeddings(module: nn.Module, state: Mapping[str, Tensor], x: Tensor) -> Tensor:
-    """Return the features of many samples by a module with another state, in evaluation mode, without gradient."""
+    """Return a module's features of many samples. The module has the given state and is in evaluation mode.
+
+    No gradient is computed.
+    """
     return predictions(Embedding(module), {f"{Embedding.prefix}{name}": value for name, value in state.items()}, x)
 
 
 def make_gradient_fn(module: L.LightningModule, params: Mapping[str, nn.Parameter]) -> GradientFn:
-    """Return a function for gradients at other samples, states and losses. See `Method.project_gradient`."""
+    """Return a `GradientFn` that computes gradients with respect to ``params``. See `Method.project_gradient`."""
 
     def gradient(x: Any, y: Any, state: Mapping[str, Tensor] | None = None, loss: SampleLoss | None = None) -> Tensor:
         leaves: Mapping[str, Tensor] = params
@@ -124,7 +133,7 @@ def step_along(
 
 
 def make_loss_fn(module: L.LightningModule) -> LossFn:
-    """Return ``loss_fn(x, y)``: the module's mean ``sample_loss`` on samples. See `Step`."""
+    """Return a `LossFn` that computes the mean loss on samples. The default loss is the module's ``sample_loss``."""
 
     def mean_loss(x: Any, y: Any, params: Mapping[str, Tensor] | None = None, loss: SampleLoss | None = None) -> Tensor:
         precision = module.trainer.precision_plugin
@@ -138,7 +147,7 @@ def make_loss_fn(module: L.LightningModule) -> LossFn:
 
 
 def make_output_fn(module: L.LightningModule, network: nn.Module | None = None, prefix: str = "") -> OutputFn:
-    """Return a function that computes the module's output on other samples, as part of the autograd graph.
+    """Return a function that computes the module's output for given samples, as part of the autograd graph.
 
     Args:
         module: The module that the Trainer trains.
@@ -208,7 +217,10 @@ def require_sample_loss(module: nn.Module, reason: str = "") -> HasSampleLoss:
 
 
 def to_input(module: nn.Module, x: Tensor) -> Tensor:
-    """Return samples on the module's device, floating-point samples also in the dtype of the module's parameters."""
+    """Return samples on the device of the module's first parameter.
+
+    Floating-point samples also get the dtype of this parameter.
+    """
     first = next(module.parameters(), x)
     return x.to(first.device, first.dtype if x.is_floating_point() else None)
 

@@ -25,8 +25,8 @@ class Method(MethodBase, Callback):
     """Base class of federated and continual learning methods, which are Lightning callbacks.
 
     A subclass overrides some hooks of `MethodBase`, for example `penalty`, `project_gradient` or `replay_samples`.
-    These hooks run in a plain Trainer, in a federation, and vectorized over clients. Override Lightning's own hooks
-    only if no hook of `MethodBase` is sufficient.
+    The same hooks work in a plain Trainer and in a federation. Most hooks also work in vectorized training of several
+    clients. Override Lightning's own hooks only if no hook of `MethodBase` is sufficient.
 
     Args:
         clients: The clients that use the method. See `MethodBase`.
@@ -47,7 +47,9 @@ class Method(MethodBase, Callback):
             check_in_step(self, pl_module)
 
     def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Check that the method supports the Trainer and the module, and look up what it needs, before a fit.
+        """Check that the method supports the Trainer and the module, and store values that the fit needs.
+
+        Called before a fit.
 
         Raises:
             ValueError: If the method does not support the Trainer or the module.
@@ -55,7 +57,7 @@ class Method(MethodBase, Callback):
 
 
 def get_driver(trainer: L.Trainer) -> MethodDriver:
-    """Return the driver of a Trainer's methods. If there is none, insert a driver after the last method."""
+    """Return the driver of a Trainer's methods. If the Trainer has no driver, insert one after the last method."""
     callbacks = get_callbacks(trainer)
     for callback in callbacks:
         if isinstance(callback, MethodDriver):
@@ -72,7 +74,7 @@ def sample_shape(federation: FederationProtocol, name: str) -> tuple[int, ...]:
 
     Args:
         federation: The federation.
-        name: The method that generates samples of this shape, for the message.
+        name: Name of the method that needs the shape, for the error message.
 
     Raises:
         MissingValueError: If the stream has no samples, as on the server of a deployment.
@@ -90,7 +92,7 @@ def sample_shape(federation: FederationProtocol, name: str) -> tuple[int, ...]:
 
 
 def class_mask(num_classes: int, classes: Sequence[int]) -> Tensor:
-    """Return a Boolean mask of classes, shape (num_classes,). The mask is longer if a class is ``num_classes`` or more.
+    """Return a Boolean mask of classes, shape (num_classes,). If a class is ``num_classes`` or more, extend the mask.
 
     Args:
         num_classes: Minimum length of the mask.
@@ -102,7 +104,7 @@ def class_mask(num_classes: int, classes: Sequence[int]) -> Tensor:
 def add_seen_classes(seen_mask: Tensor, labels: Tensor) -> Tensor:
     """Return a copy of a mask of classes, shape (classes,), that is also True at the labels.
 
-    The copy is longer if a label does not fit in the mask.
+    If a label is greater than the last index of the mask, the copy is longer than the mask.
     """
     size = max(len(seen_mask), int(labels.max()) + 1 if len(labels) else 0)
     extended_mask = pad_classes(seen_mask, size).clone()

@@ -9,24 +9,25 @@ from dataclasses import dataclass
 class Needs:
     """The requirements of a method on the module, the data and the Trainer.
 
-    They are checked before the first round.
+    A requirement that is not met raises an error before the first round, or at the first batch that does not meet it.
+    The exception is ``features``, which changes the mode of frozen layers.
 
     Args:
         labels: Batches are pairs ``[x, y]``.
         dict_batches: In a federation, batches may also be dicts of tensors.
-        tensors: Inputs and targets, or the values of a dict, are one tensor each, with one row per sample. Set this if
-            the method stores samples or splits the samples of a round.
+        tensors: Each part of a batch (inputs, targets, or a value of a dict) is one tensor with one row per sample. Set
+            this if the method stores samples or splits the samples of a round.
         logits: The module's output is a tensor of class logits.
-        sample_loss: The module defines ``sample_loss(output, y)``, the loss of each sample, apart from its training
-            step.
-        round_samples: `Method.update_client_state`, `Method.upload_statistics` or the hooks of an experience read the
-            samples of the round.
-        numbers: The hooks named under ``round_samples`` read only the numbers of the samples, `Client.history`.
+        sample_loss: The module defines a method ``sample_loss(output, y)`` that returns the loss of each sample.
+        round_samples: `Method.update_client_state`, `Method.upload_statistics`, `Method.end_experience` or
+            `Method.contribute_experience` read the samples of the round.
+        numbers: The hooks named under ``round_samples`` read only the sample numbers, `Client.history`.
         features: The server uses the clients' features or layer inputs. Frozen layers, such as batch normalization with
-            frozen parameters, then stay in evaluation mode, so that all clients have the features of the server's body.
+            frozen parameters, then stay in evaluation mode. All clients thus compute features with the server's
+            normalization statistics.
         federation_reason: Why the method does not run in a plain Trainer. The text ends the error message, after a
             colon. An empty text means that the method runs in a plain Trainer.
-        local_head: Entries that match the method's argument ``head_pattern`` must be client-local in a federation.
+        local_head: Tensors that match the method's argument ``head_pattern`` must be client-local in a federation.
         uniform_weights: All clients must have equal weights in the federation's means.
 
     Example:

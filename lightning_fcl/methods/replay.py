@@ -56,8 +56,9 @@ class Replay(Method):
     that all batches of a fit are plain tensors. A subclass of `torch.Tensor`, such as MONAI's ``MetaTensor``, reaches
     the training step without its class and metadata.
 
-    In a plain Trainer without a `FederatedStream`, samples have no numbers. Then ``update="round"`` offers the samples
-    of each epoch to the buffer, and ``update="experience"`` the samples of the last epoch of a fit.
+    In a plain Trainer without a `FederatedStream`, samples have no numbers, so that repeated samples are not
+    recognized. Then ``update="round"`` offers the samples of each epoch to the buffer. ``update="experience"`` offers
+    the samples of the last epoch of a fit.
 
     Args:
         memory_size: Maximum number of samples in the buffer. A float is a fraction of the client's samples in the whole
@@ -68,17 +69,18 @@ class Replay(Method):
         update: When new samples become replay samples. ``"round"``: in the client's next round. ``"experience"``: when
             the client enters a later experience, so that no sample of the current experience is replayed.
         oversample: Whether to repeat the replay samples until their number equals the number of samples offered so far.
-            Earlier data then have the same weight as if the buffer had dropped nothing. Requires
+            Earlier data then have the same weight as if the buffer had stored every sample. Requires
             ``policy="reservoir"``.
         include_base: Whether every client's buffer starts with the samples of the stream's base session.
         buffer: A buffer of Avalanche, which replaces ``memory_size`` and ``policy``: ``ReservoirSamplingBuffer``,
             ``ClassBalancedBuffer``, ``ExperienceBalancedBuffer`` or ``ParametricBuffer``. ``ExperienceBalancedBuffer``
-            treats all samples of one update as an experience. The selection strategy of ``ParametricBuffer`` gets the
+            treats all samples of one update as one experience. The selection strategy of ``ParametricBuffer`` gets the
             module with the client's state as ``strategy.model``.
-        transform: Callable that augments each replay sample every time it joins a batch, such as a transform of
-            ``torchvision.transforms.v2``. It gets the input ``x`` of one sample as the dataset returned it, without the
-            batch dimension and as a plain tensor, or the dict of one sample. It returns the same shape and dtype. Its
-            random numbers depend on the seed, the client, the round and the batch. The stored samples do not change.
+        transform: Callable that augments each replay sample every time it is added to a batch, such as a transform of
+            ``torchvision.transforms.v2``. For a pair, the callable gets the input ``x`` of one sample as the dataset
+            returned it. For a dict, it gets the dict of one sample. The values are plain tensors without the batch
+            dimension. The callable must return the same shape and dtype. Its random numbers depend on the seed, the
+            client, the round and the batch. The stored samples do not change.
 
     Raises:
         TypeError: If ``buffer`` requires Avalanche's training loop, or ``transform`` is not callable.
@@ -267,7 +269,7 @@ class Replay(Method):
 
     @contextmanager
     def _holding(self, buffer: ExemplarsBuffer, client: Client, trained_state: State) -> Iterator[Agent]:
-        """Temporarily load the client's state into the module, which a selection strategy may read."""
+        """Temporarily load the client's trained state into the module. A selection strategy may read the module."""
         module = client.module
         previous_state = {name: value.detach().clone() for name, value in state_tensors(module).items()}
         load_state_tensors(module, trained_state)
@@ -287,13 +289,13 @@ def sample_reservoirs(
     a uniform random choice of all samples that the group has been offered.
 
     Args:
-        size: Number of samples to keep, divided equally among the groups.
+        size: Maximum number of samples to keep, divided equally among the groups.
         groups: The group of each sample, shape (n,). Samples of an earlier selection come first.
         priority: The priorities of the samples of the earlier selection, shape (kept,), ``kept <= n``.
-        generator: Random generator. One number is sampled from it.
+        generator: Random generator. One number is drawn from it.
 
     Returns:
-        The positions of the selected samples, group by group, and their priorities, by the name ``priority``.
+        The positions of the selected samples, group by group, and a dict with their priorities as ``priority``.
 
     Example:
         >>> chosen, memory = sample_reservoirs(2, torch.tensor([0, 0, 1]), torch.zeros(0), torch.Generator())

@@ -1,4 +1,4 @@
-"""Replay samples of a client: added to its batches or sampled for each step, and changed by a transform."""
+"""Replay samples: added to a client's batches, or drawn for each step. A transform can change each sample."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class JoiningSamples:
 
     @property
     def is_transformed(self) -> bool:
-        """Whether any of the samples have a transform."""
+        """Whether any samples have a transform."""
         return any(transform is not None for _, _, transform in self.parts)
 
     def take(self, rows: Tensor, seed: int, *key: str | int) -> Any:
@@ -98,10 +98,10 @@ def joining_samples(
 
 
 def join_batch(method: MethodBase, client: Client, batch_idx: int) -> None:
-    """Add a method's replay samples to ``client.batch`` of a user's data loader, whose epochs are not planned.
+    """Add a method's replay samples to ``client.batch``, for a data loader that is not a `FederatedStream`.
 
-    Every batch gets as many replay samples as it has samples, if there are enough. No sample is repeated before all
-    samples have been added once.
+    Each batch of n samples gets n replay samples, or all replay samples if there are fewer than n. No replay sample is
+    repeated before all of them have been added once.
     """
     batch, trainer = client.batch, client.module.trainer
     if not (isinstance(batch, list) and is_labelled(batch)):
@@ -175,7 +175,7 @@ class DrawnSamples:
         ]
 
     def step(self, method: MethodBase, step: Step) -> Step:
-        """Return the step of the only client with the samples drawn for a method."""
+        """Return the step with the samples drawn for a method. The object must have exactly one client."""
         if method.section_name not in self.pools:
             return step
         (samples,) = self.draw(method.section_name)
@@ -232,7 +232,7 @@ def check_transform(transform: ReplayTransform, sample: Any) -> None:
 
 
 class _ChangedSampleError(InvalidValueError):
-    """The transform changed the shape, the dtype or the names of a sample."""
+    """Raised if the transform changes the shape, the dtype or the names of a sample."""
 
 
 def _checked(transform: ReplayTransform, sample: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -268,7 +268,13 @@ def _named(samples: ReplaySamples) -> Mapping[str, Tensor]:
 
 
 def write_samples(batch: Any, positions: Tensor, samples: Any) -> None:
-    """Overwrite the samples at some positions of a batch. Both have the same nested structure."""
+    """Overwrite the samples at some positions of a batch.
+
+    Args:
+        batch: The batch, changed in place.
+        positions: Positions in the batch, shape (n,).
+        samples: The n new samples, with the same nested structure as the batch.
+    """
     if isinstance(batch, Mapping):
         for name, value in batch.items():
             write_samples(value, positions, samples[name])
