@@ -39,12 +39,12 @@ class SparseDeltaSum(SparseSum, DeltaSum):
 
 
 def logit_adjusted_loss(logits: Tensor, target: Tensor, counts: Tensor, tau: float = 1.0) -> Tensor:
-    """Return the cross-entropy of each sample, with logits shifted by ``tau * log(prior)`` of their class.
+    """Return the cross-entropy of each sample after adding ``tau * log(prior)`` to the logit of each class.
 
     This is equation 10 of Menon et al. 2021, and with ``tau = 1`` the balanced softmax of Ren et al. 2020. The prior of
     a class is its share of ``counts``, shape (classes,). Classes without samples are left out of the softmax. If the
-    class of a target has no samples, it is kept and its logit is not shifted. If all counts are 0 or ``tau`` is 0, the
-    result is the plain cross-entropy.
+    target class of a sample has no samples, it stays in the softmax and its logit does not change. If all counts are 0
+    or ``tau`` is 0, the result is the plain cross-entropy.
     """
     if tau == 0:
         return F.cross_entropy(logits, target, reduction="none")
@@ -63,7 +63,7 @@ class LogitAdjustment(Method):
     tensors as in FedAvg, and with ``prior="federation"`` also class counts.
 
     Args:
-        tau: Strength, at least 0. 0 is the task's own loss.
+        tau: Strength of the adjustment, at least 0. With 0, the loss is the task's own loss.
         prior: Samples from which the class priors are counted. ``"client"``: the client's samples of the round, as in
             Zhang et al. 2022. In a plain Trainer without a `FederatedStream`, these are the samples of the previous
             epoch. ``"federation"``: the samples of all clients so far and of the base session, as in Menon et al. 2021
@@ -118,7 +118,10 @@ class LogitAdjustment(Method):
         return {**memory, "counts": shared + local_counts, "unsent": unsent}
 
     def _new_counts(self, client: Client, counts: Tensor) -> Tensor:
-        """Return the samples per class that the server has not counted yet. A plain Trainer counts once per fit."""
+        """Return the number of samples of each class that the server has not counted yet.
+
+        In a plain Trainer without a `FederatedStream`, samples are counted once per fit.
+        """
         if client.history is None:
             return counts * client.is_new_experience
         return _counted(client.client_round.labels[client.history.new], len(counts))

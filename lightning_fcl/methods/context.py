@@ -170,7 +170,7 @@ class Client:
 
 def _elsewhere(x: Any, *args: object, **kwargs: object) -> Tensor:
     raise InvalidStateError(
-        "Expected a step of a training module to compute outputs on other samples, but the step has no module."
+        "Expected a step with a module to compute outputs for other samples, but this step was created without one."
     )
 
 
@@ -247,7 +247,7 @@ class Server:
     Example:
         >>> begun, state = {"w": torch.zeros(1)}, {"w": torch.ones(1)}
         >>> server = Server(begun, state, {}, 0.5, L.LightningModule(), torch.Generator())
-        >>> {name: (value + server.previous_state[name]) / 2 for name, value in server.state.items()}  # mean of both
+        >>> {name: (value + server.previous_state[name]) / 2 for name, value in server.state.items()}  # mean of both states
         {'w': tensor([0.5000])}
     """
 

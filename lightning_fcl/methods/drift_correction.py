@@ -47,10 +47,10 @@ def averaged_parameters(module: L.LightningModule) -> State:
 
 
 def local_gradient_weight(group: Mapping[str, Any], steps: int) -> float:
-    """Return the sum of the weights of all gradients in some steps of SGD.
+    """Return the total weight that the gradients of ``steps`` SGD steps have in the parameter change.
 
-    Without momentum this is the number of steps. With momentum it is larger: the ``||a||_1`` of Wang et al. 2020. For
-    parameter groups of other optimizers it is the number of steps.
+    Without momentum, this is the number of steps. With momentum, it is larger, and called ``||a||_1`` by Wang et al.
+    2020. For parameter groups without the entry ``momentum``, it is the number of steps.
 
     Example:
         >>> local_gradient_weight({"lr": 0.1}, 3), local_gradient_weight({"momentum": 0.5}, 3)
@@ -93,7 +93,7 @@ class ServerUpdateMethod(Method):
 
 
 def proximal_term(params: Mapping[str, Tensor], server: Mapping[str, Tensor]) -> Tensor:
-    """Return half the squared distance between parameters and the server's, over the tensors of ``params``."""
+    """Return half the squared distance between ``params`` and the server's tensors with the same names."""
     return 0.5 * torch.stack([(value - server[name]).pow(2).sum() for name, value in params.items()]).sum()
 
 
@@ -105,7 +105,7 @@ class FedProx(Method):
     FedAvg.
 
     Args:
-        mu: Weight of the proximal term, at least 0. 0 is FedAvg.
+        mu: Weight of the proximal term, at least 0. With 0, the method is FedAvg.
         pattern: Shell-style pattern of the parameters in the proximal term, such as ``"head.*"``.
 
     Raises:
@@ -146,9 +146,10 @@ class SCAFFOLD(Method):
     ``server_optimizer``.
 
     Each experience starts with c and all c_i at 0. The paper has a single task. Without the reset, c would contain the
-    gradients of clients that have no samples of the experience. No client would subtract these gradients, and all
-    clients would drift by them. If clients enter an experience in different rounds, c is not reset. A client then uses
-    the change of c since its first download in the experience, and keeps the c of that download in addition to c_i.
+    gradients of clients that have no samples of the experience. No client would subtract these gradients, so that they
+    would bias the steps of all clients. If clients enter an experience in different rounds, c is not reset. A client
+    then uses the change of c since its first download in the experience. It keeps the c of that download in addition to
+    c_i.
 
     Raises:
         ValueError: If there is no federation with ``client_weights="uniform"``, or the optimizer is not SGD with one
@@ -240,11 +241,11 @@ class FedDyn(ServerUpdateMethod):
     losses and add up to 0. A client keeps g_k, and uploads the same tensors as in FedAvg. The terms leave out
     client-local parameters.
 
-    Each experience starts with s and all g_k at 0. The paper has a single task, and gradients of another task do not
-    correct the current one.
+    Each experience starts with s and all g_k at 0. The paper has a single task, and gradients of an earlier task are no
+    correction for the current task.
 
     Args:
-        alpha: Weight of both terms, at least 0. 0 is FedAvg.
+        alpha: Weight of both terms, at least 0. With 0, the method is FedAvg.
 
     Raises:
         ValueError: If ``alpha`` is negative, if the server's model is not the uniform mean of all uploads, or if
@@ -296,8 +297,8 @@ class FedDyn(ServerUpdateMethod):
 class FedNova(ServerUpdateMethod):
     """FedNova: normalized averaging of client updates (Wang et al., 2020, arXiv 2007.07481).
 
-    More local steps give a client no more influence. A client uploads ``x + (y - x) / tau_k``, where x is the received
-    model, y the trained model, and tau_k the `local_gradient_weight` of its steps. The new server model is
+    A client with more local steps does not have more influence. A client uploads ``x + (y - x) / tau_k``, where x is
+    the received model, y the trained model, and tau_k the `local_gradient_weight` of its steps. The new server model is
     ``x + tau * sum_k p_k (y_k - x) / tau_k``, where p_k are the client weights and tau is the weighted mean of the
     tau_k. With equal numbers of steps this is FedAvg. With unequal numbers, FedAvg would minimize the losses weighted
     by ``p_k tau_k``. A client keeps no state, and uploads one number more than in FedAvg. Client-local parameters and

@@ -40,7 +40,8 @@ class DyToxMethod(Episodic):
     """DyTox training with a token and a head for each task (Douillard et al., 2022, sections 3.3 and 4.1).
 
     From a client's second task on, the loss is
-    ``(1 - a) * task loss + a * distillation + divergence_weight * divergence loss``. The parts of the method are:
+    ``(1 - a) * task loss + a * distillation + divergence_weight * divergence loss``. The weight a is the share of past
+    classes, see ``distillation_weight``. The parts of the method are:
 
     - Freezing: the tokens and heads of all other tasks are frozen. The body, the decoder, and the token and heads of
       the current task are trained.
@@ -63,14 +64,14 @@ class DyToxMethod(Episodic):
     Args:
         memory_size: Number of stored samples per task (int), or share of the client's data in a round (float). 0: no
             samples and no balanced tuning.
-        distillation_weight: Weight of the distillation. ``"auto"``: the paper's weight, a, which is the share of past
-            classes among all classes that the client has seen. The task's loss then has the weight ``1 - a``. With a
-            number, the task's loss has the weight 1.
+        distillation_weight: Weight of the distillation. ``"auto"``: the paper's weight a, which is the share of past
+            classes among all classes that the client has seen. The task loss then has the weight ``1 - a``. With a
+            number, the distillation has this weight, and the task loss has the weight 1.
         temperature: Temperature of teacher and student, above 0. The distillation is scaled by the square of the
             temperature.
         divergence_weight: Weight of the divergence loss, at least 0.
-        balanced_epochs: Epochs of balanced tuning at the end of each task except the first. The paper uses 20 epochs,
-            after 500 epochs of training.
+        balanced_epochs: Number of epochs of balanced tuning at the end of each task except the first. The paper uses
+            20, after 500 epochs of training.
 
     Raises:
         ValueError: If the module does not contain one `DyTox`, or the stream's experiences are not tasks of the model.
@@ -159,7 +160,7 @@ class DyToxMethod(Episodic):
     def begin_step(self, client: Client) -> None:
         batch, self._embedded = client.batch, None
         if client.federation is None and self._present is None:
-            # Without a stream, the labels are known only in the first step.
+            # Without a stream, the labels are available only in the first step.
             self._enter(client, batch[1])
         self._tuning = self._is_tuning(client)
         if not self._tuning:
@@ -273,7 +274,7 @@ def get_dytox(module: L.LightningModule) -> DyTox:
 
 
 def _is_planned(client: Client) -> bool:
-    """Return whether a `FederatedStream` plans the client's local epochs. Loaders of the user are not planned."""
+    """Return whether a `FederatedStream` plans the client's local epochs. Epochs of other loaders are not planned."""
     return find_stream(client.module.trainer) is not None
 
 

@@ -56,9 +56,9 @@ class Episodic(Method):
 class GEM(Episodic):
     """GEM: gradient episodic memory (Lopez-Paz and Ranzato, 2017).
 
-    In each step, GEM changes the gradient so that the step raises the loss of no past task, to first order. A client
-    stores samples of each of its tasks (experiences). g_i is the gradient of the samples of past task i at the current
-    parameters. The gradient g of the step becomes the nearest g' with ``<g', g_i> >= 0`` for all past tasks (eq. 11,
+    In each step, GEM changes the gradient so that, to first order, the step does not raise the loss of any past task. A
+    client stores samples of each of its tasks (experiences). g_i is the gradient of the samples of past task i at the
+    current parameters. The gradient g of the step becomes the nearest g' with ``<g', g_i> >= 0`` for all past tasks (eq. 11,
     see `lightning_fcl.methods.projection.project`). The stored samples never leave the client, and it uploads the same
     tensors as in FedAvg.
 
@@ -95,8 +95,8 @@ class GEM(Episodic):
 class AGEM(Episodic):
     """A-GEM: averaged gradient episodic memory (Chaudhry et al., 2019).
 
-    As `GEM` with a single constraint: the gradient g_ref of the stored samples of all past tasks. If
-    ``g^T g_ref < 0``, the gradient becomes ``g - (g^T g_ref / g_ref^T g_ref) g_ref`` (eq. 11, see
+    A-GEM is `GEM` with a single constraint. g_ref is the gradient of the stored samples of all past tasks. If
+    ``g^T g_ref < 0``, the gradient g becomes ``g - (g^T g_ref / g_ref^T g_ref) g_ref`` (eq. 11, see
     `lightning_fcl.methods.projection.agem`).
 
     Args:
@@ -139,7 +139,7 @@ def past_tasks(client: Client) -> list[tuple[Tensor, Tensor]]:
 
 
 def past_samples(client: Client) -> tuple[Tensor, Tensor] | None:
-    """Return the stored samples ``(x, y)`` of all past tasks in one pair of tensors. None if there are none."""
+    """Return the stored samples ``(x, y)`` of all past tasks in one pair of tensors, or None without such samples."""
     tasks = past_tasks(client)
     x, y = ([task[part] for task in tasks] for part in (0, 1))
     return (torch.cat(x), torch.cat(y)) if tasks else None
@@ -215,7 +215,7 @@ def add_task_labels(method_state: StateSection, samples: StateSection, task: int
 
 
 def without_task(memory: StateSection, task: int) -> StateSection:
-    """Return a state without the samples of a task. The state must have samples only, as in `add_task_labels`."""
+    """Return a state without the samples of a task. Each entry of the state must have one row per sample."""
     if "task" not in memory:
         return memory
     is_other_task = memory["task"] != task
@@ -223,7 +223,7 @@ def without_task(memory: StateSection, task: int) -> StateSection:
 
 
 def add_to_task(memory: StateSection, result: StateSection, samples: StateSection, task: int) -> StateSection:
-    """Return ``memory`` with new samples of a task and the samples of this task in ``result``."""
+    """Return ``memory`` with the samples of a task: the new samples, and the samples of this task in ``result``."""
     earlier = result["task"] == task if "task" in result else torch.zeros(0, dtype=torch.bool)
     if earlier.any():
         earlier_samples = {name: result[name][earlier].to(value.device) for name, value in samples.items()}
@@ -295,7 +295,8 @@ class BCN(Episodic):
 
     The method differs from the authors' code in three ways:
 
-    - The authors detach theta_B from the graph. Here the gradient at theta_B counts, to first order.
+    - The authors detach theta_B from the graph. Here the gradient at theta_B is passed to the parameters, to first
+      order.
     - In the authors' code, the first of the ``x_steps`` does not move the inputs, and no step limits them to ``eps``.
     - The authors train kappa times on each batch (3 for MNIST). Use more local epochs instead.
 
@@ -365,7 +366,7 @@ class BCN(Episodic):
         return worst_inputs(x, gradient, self.eps, self.x_steps)
 
     def _balanced(self, step: Step, x: Tensor, y: Tensor) -> State:
-        """Return the second player's parameters. Their gradient goes to the current parameters unchanged."""
+        """Return the second player's parameters. Gradients pass through them unchanged to the current parameters."""
         updated_params = {name: value.detach() for name, value in step.params.items()}
         for _ in range(self.theta_steps):
             leaves = {name: value.requires_grad_() for name, value in updated_params.items()}

@@ -55,7 +55,7 @@ class EpochRounds:
             self._planned.local_batches = self._batches
 
     def close(self) -> None:
-        """Stop replacing the stream's own batch planning."""
+        """Restore the stream's own planning of batches."""
         if self._planned is not None:
             self._planned.local_batches = None
 
@@ -66,7 +66,7 @@ class EpochRounds:
             number: Index of the epoch, from 0.
 
         Returns:
-            The client's round, the state that the client received, and the client state of each method.
+            The client's `ClientRound`, the state that the client received, and the client state of each method.
         """
         module, methods, server = self._module, self._methods, self._local.server
         client_round = self._enter(number)
@@ -84,7 +84,7 @@ class EpochRounds:
         return client_round, self._received, memories
 
     def _enter(self, number: int) -> ClientRound:
-        """Enter the round of an epoch and return the client's round."""
+        """Enter the round of an epoch and return the client's `ClientRound`."""
         client = CLIENT if self._planned is None else self._planned.plan.clients[0]
         if self._local.enter_round(client, number):
             for method in self._methods:
@@ -150,7 +150,7 @@ class EpochRounds:
             method_round.accept([name])
 
     def finish(self) -> None:
-        """End the current experience after a fit that stopped before its last epoch."""
+        """At the end of a fit, compute the missing results for the current experience."""
         if self._round is not None:
             self._round.finish_stopped([self._local.client], self._round.number + (not self._is_open))
 

@@ -154,7 +154,7 @@ class FedKNOW(FedViT):
 
 
 def largest(weight: Tensor, free: Tensor, rho: float) -> Tensor:
-    """Return a mask of the free weights to keep: the largest ones.
+    """Return a mask of the free weights to keep, which are the largest free weights.
 
     Their number is the share ``rho`` of all weights of the layer, or the number of free weights if that is smaller.
     """
@@ -166,7 +166,10 @@ def largest(weight: Tensor, free: Tensor, rho: float) -> Tensor:
 
 
 def load_task_network(method_state: Mapping[str, Tensor], task: int) -> State:
-    """Return the state of a past task's network: the weights kept until its end, and zeros elsewhere. See `FedKNOW`."""
+    """Return the state of a past task's network. See `FedKNOW`.
+
+    Weights that were kept until the end of the task have their values. All other weights of the layers are zero.
+    """
     owners, kept_weights = strip_prefix(method_state, "owner"), strip_prefix(method_state, "kept")
     weights = {name: torch.where(owners[name] <= task + 1, value, 0.0) for name, value in kept_weights.items()}
     return weights | strip_prefix(method_state, f"small{task}")

@@ -84,10 +84,10 @@ class FedViT(FedRep):
        received body. The client projects g_b so that, to first order, the step does not increase the loss at the
        received body. Then it takes an optimizer step with the projected gradient.
     2. Head epochs: the head is trained and the body is frozen.
-    3. Body epochs: the body is trained and the head is frozen. The gradient is projected (eq. 7 to 9) so that it
-       increases the loss of none of the k selected past tasks. These are the tasks whose gradients differ most from the
-       current gradient (section 3.3). Their gradients are computed at the current parameters from the kept samples of
-       each task (eq. 5).
+    3. Body epochs: the body is trained and the head is frozen. The gradient is projected (eq. 7 to 9) so that, to first
+       order, the step does not increase the loss of any of the k selected past tasks. The selected tasks are those
+       whose gradients differ most from the current gradient (section 3.3). Their gradients are computed at the current
+       parameters from the kept samples of each task (eq. 5).
 
     In the paper, integration follows each aggregation immediately. Here it takes place at the start of the client's
     next round. With ``integrate_last`` it also follows the last aggregation of a task, for the body that the client
@@ -138,12 +138,15 @@ class FedViT(FedRep):
         # The buffer of constraint gradients is reused from step to step, because allocating it is slow.
         self._rows: Tensor | None = None
 
-    # Subclasses override these functions to keep other knowledge of a task and to compute a gradient from it.
+    # A subclass overrides these functions to store different information about a task and compute a gradient from it.
 
     def extract_knowledge(
         self, client: Client, method_state: StateSection, trained_state: State, data: Batch
     ) -> StateSection:
-        """Return the client state with the knowledge of the task. ``client.result`` may contain a part of it."""
+        """Return the client state with the information about the current task that `past_gradient` needs.
+
+        ``client.result`` may contain such information from earlier rounds of the task.
+        """
         x, y = finite_pairs(data)
         module = client.module
         with torch.no_grad():
@@ -154,7 +157,7 @@ class FedViT(FedRep):
         )
 
     def past_tasks(self, client: Client) -> list[int]:
-        """Return the indices of the past tasks whose knowledge the client has, ascending."""
+        """Return the indices of the past tasks for which the client state has information, in ascending order."""
         return past_task_indices(client)
 
     def past_gradient(self, client: Client, task: int, gradient_of: GradientFn) -> Tensor:
@@ -196,7 +199,7 @@ class FedViT(FedRep):
 
     @property
     def _integration(self) -> int:
-        """Number of local epochs of integration, 0 if there is no body from before aggregation."""
+        """Number of local epochs of integration. 0 if the client state has no body from before the aggregation."""
         return self.integration_epochs if self._before is not None else 0
 
     def trainable_patterns(self, client: Client) -> Pattern | None:

@@ -62,17 +62,17 @@ class FedWEIT(Method):
 
     Args:
         l1: Weight of the L1 norm of the adaptives, at least 0.
-        l2: Weight of the drift of past tasks, at least 0.
-        weight_decay: Weight of half the squared norms, at least 0.
+        l2: Weight of the change of past tasks' weights (the ``l2`` term of the loss), at least 0.
+        weight_decay: Weight of half the squared norms of A, m and, in the first task, B, at least 0.
         sparsity: Share of each layer's units whose base is not uploaded, at least 0 and below 1.
         mask_l1: Weight of the L1 norm of the mask, at least 0. None: equal to ``l1``.
-        kb_size: Maximum number of adaptives that a client receives, sampled at random. None: the adaptives of all
+        kb_size: Maximum number of adaptives that a client receives, drawn at random. None: the adaptives of all
             other clients.
         retroactive: Whether the adaptives of past tasks are also trained.
         per_task: Whether each task has a separate mask and adaptive, as in the paper. If False, all tasks share one
             mask and one adaptive, in a `FedWEITNet` with one task. The baseline of Zuo et al. (PuzzleFL) seems to work
             this way, with ``kb_size=0, sparsity=0.0, mask_l1=0.0, l2=0.5`` and an upload of the base only.
-        clients: Clients that use the method. Other clients train the plain network. See `Method`.
+        clients: Clients that use the method. All other clients train the plain network. See `Method`.
 
     Raises:
         ValueError: If the Trainer does not use ``strategy="federated"``, or has a method other than `FedWEIT` and
@@ -112,7 +112,7 @@ class FedWEIT(Method):
         self._gates: list[Tensor] = []
 
     def _place(self, memory: StateSection) -> int:
-        """Return the index of the network's task that holds the mask and the adaptive of the client's current task."""
+        """Return the index of the network's task with the mask and the adaptive of the client's current task."""
         return int(memory["tasks"]) - 1 if self.per_task else 0
 
     # Client side.

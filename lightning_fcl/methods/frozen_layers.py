@@ -16,9 +16,9 @@ log = logging.getLogger(__name__)
 
 
 class FrozenLayers:
-    """A guard that preserves the statistics of a module's frozen layers during training.
+    """Evaluation mode for frozen layers during training, so that their statistics do not change.
 
-    Batch normalization in training mode updates its statistics even if its parameters are frozen. Without this guard,
+    Batch normalization in training mode updates its statistics even if its parameters are frozen. Without this class,
     the features of a frozen body would differ between clients, and from the features of the server's model.
     """
 
@@ -48,7 +48,7 @@ def frozen_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the names and layers of a module that have buffers and are frozen.
 
     A layer with parameters is frozen if none of its parameters is trainable. A normalization layer without parameters
-    is frozen if the smallest enclosing submodule with parameters is frozen. The head of the module does not count.
+    is frozen if the smallest enclosing submodule with parameters is frozen. This rule ignores the module's head.
 
     Example:
         >>> body = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3, affine=False)).requires_grad_(False)
@@ -76,7 +76,7 @@ def frozen_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 class Freezer:
-    """A switch that lets one part of a module learn and freezes the rest.
+    """A switch that makes one part of a module trainable and freezes all other parts.
 
     Frozen parameters get no gradient, and frozen layers keep their statistics.
     """
@@ -88,7 +88,10 @@ class Freezer:
         self._resting: list[nn.Module] = []
 
     def train_only(self, module: nn.Module, pattern: Pattern | None) -> None:
-        """Make only the parameters that match ``pattern`` trainable. None: all that were trainable before freezing."""
+        """Make only the parameters that match ``pattern`` trainable.
+
+        None: make all parameters trainable that were trainable before freezing.
+        """
         if pattern == self._part:
             return
         if self._part is None:

@@ -94,16 +94,20 @@ def make_encoder(size: Sequence[int], classes: int, seed: int) -> nn.Sequential:
 
 @torch.enable_grad()
 def input_gradient(encoder: nn.Module, x: Tensor, label: int, create_graph: bool = False) -> Tensor:
-    """Return the gradient of the cross-entropy of one sample with class ``label``, for all parameters as one vector."""
+    """Return the gradient of one sample's cross-entropy with respect to all parameters, as one vector.
+
+    ``label`` is the class of the sample.
+    """
     loss = F.cross_entropy(encoder(x), torch.tensor([label], device=x.device))
     pieces = torch.autograd.grad(loss, [*encoder.parameters()], create_graph=create_graph)
     return torch.cat([piece.flatten() for piece in pieces])
 
 
 def invert(encoder: nn.Module, gradient: Tensor, label: int, start: Tensor, iterations: int = 250) -> Tensor:
-    """Return the sample whose `input_gradient` is nearest to a gradient, by L-BFGS (Zhu et al., 2019).
+    """Return a sample whose `input_gradient` is nearest to ``gradient``, found by L-BFGS (Zhu et al., 2019).
 
-    For a linear layer, the gradient is ``g x^T`` for the weight and g for the bias, and the result is x.
+    If the network is a linear layer, its gradient is ``g x^T`` for the weight and g for the bias, where x is the sample
+    and g the gradient of the output. The result is then x.
 
     Args:
         encoder: The network.

@@ -35,17 +35,18 @@ class Fed3R(Method):
     the module's last layer to ``A (B + beta I)^-1 / temperature``. Local training continues from this layer (the
     authors' Fed3R+FT). If a client misses a synchronization, it uploads the sums with its next upload.
 
-    With a frozen body the result equals ridge regression on all samples in one place, for any partition. Frozen batch
-    normalization keeps the server's statistics. In the paper, the body is frozen while clients compute the sums.
+    With a frozen body, the result equals ridge regression on the pooled samples of all clients, for any partition.
+    Frozen batch normalization keeps the server's statistics. In the paper, the body is frozen while clients
+    compute the sums.
 
     Args:
         beta: Regularization strength, at least 0.
-        temperature: Divisor of the ridge solution, above 0. Ridge regression aims at 1 for the class of a sample and 0
-            for other classes. A softmax of such outputs is almost uniform without the division.
+        temperature: Divisor of the ridge solution, above 0. The targets of ridge regression are 1 for the class of a
+            sample and 0 for other classes. A softmax of such outputs is almost uniform without the division.
 
     Raises:
-        ValueError: If the Trainer does not use ``strategy="federated"``, clients see samples again (``history``), or
-            the module has no linear last layer on top of its features.
+        ValueError: If the Trainer does not use ``strategy="federated"``, the stream's ``history`` is not ``"round"``,
+            or the module has no linear last layer on top of its features.
 
     Example:
         >>> from lightning_fcl import Classifier
@@ -152,8 +153,8 @@ class CCVR(Method):
     `MethodBase.contribute_experience`.
 
     The server adds up the values over clients. This gives the exact mean and covariance of all clients' features of a
-    class (CCVR). The server also adds up the values over experiences, as HGP (Salami et al., 2024) keeps the Gaussians
-    of all tasks.
+    class (CCVR). The server also adds up the values over experiences. As in HGP (Salami et al., 2024), the Gaussians
+    thus cover all tasks.
 
     In the last round of each experience, the server draws ``num_samples`` features of each class from the class's
     Gaussian. It trains the module's last layer on them, by SGD with momentum 0.9 and a cosine schedule. With a frozen
@@ -161,7 +162,8 @@ class CCVR(Method):
     Otherwise, the values of earlier experiences belong to features of earlier models.
 
     HGP draws from the Gaussian of each client. This implementation has one Gaussian per class. The loss is the
-    cross-entropy among the classes seen so far. With ``logit_norm`` it is computed on `decoupled_logits`. HGP uses 0.1.
+    cross-entropy among the classes seen so far. With ``logit_norm`` it is computed on `decoupled_logits`. HGP uses
+    ``logit_norm=0.1``.
 
     Args:
         covariance: ``"full"`` or ``"diagonal"``. With ``"diagonal"``, a client uploads only one number per feature for
@@ -254,9 +256,10 @@ class CCVR(Method):
 
 
 def decoupled_logits(logits: Tensor, task: Tensor, logit_norm: float) -> Tensor:
-    """Return logits divided by ``logit_norm`` times the mean norm of a task's logits (SLCA: Zhang et al., 2023).
+    """Return logits divided by ``logit_norm`` times their norm (SLCA: Zhang et al., 2023).
 
-    The magnitude of a class's weights then has no effect. The mean is taken over tasks.
+    The norm is computed over the logits of each task, and averaged over the tasks. The magnitude of a class's weights
+    then has no effect.
 
     Args:
         logits: Logits, shape (batch, classes).

@@ -34,8 +34,8 @@ class IntrinsicPlasticity(Method):
 
     In a federation this method is FedIP (De Caro et al.). In all rounds of an experience except the last, clients adapt
     gain and bias, and the server averages them. In the last round, clients upload the statistics of the readout. With
-    several experiences this method is FedCLIP, with or without `Replay`. With one client that has all data, it is IP
-    or CLIP.
+    several experiences this method is FedCLIP, with or without `Replay`. If one client has all data, the method is IP
+    (one experience) or CLIP (several experiences).
 
     Args:
         sigma: Target standard deviation of the activations, above 0.

@@ -1,4 +1,4 @@
-"""Random layers that draw numbers from a client's key, so that vectorized and sequential training draw the same."""
+"""Random layers that draw from a client's key, so that vectorized and sequential training use the same numbers."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ class KeyedRandomness(TorchFunctionMode):
 
 
 def _is_entered(x: Tensor) -> bool:
-    """Return whether a random function that is called here draws from a key."""
+    """Return whether a random function that is called at this point draws from a key."""
     return bool(handle_torch_function(_is_entered, (x,), x)) if has_torch_function_unary(x) else False
 
 

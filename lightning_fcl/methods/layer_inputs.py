@@ -68,7 +68,7 @@ def to_weight_state(state: Mapping[str, Tensor], name: str, matrix: Tensor) -> S
 def layer_inputs(
     module: L.LightningModule, names: Iterable[str], state: State, x: Tensor
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the inputs of layers for samples, in evaluation mode: pairs of the layer's name and rows.
+    """Yield the inputs of layers for samples, as pairs (layer name, rows). The module is in evaluation mode.
 
     The rows of a layer have shape (rows, d), in double precision. There is one row per sample, or per output position
     of a convolution, so that ``rows @ weight_matrix.T`` is the layer's output. If the layer has a bias, the last

@@ -35,19 +35,19 @@ class LVTMethod(Method):
 
     ``CE + gamma * ||G * (K - K_prev)||_1 + alpha * CE_mem + beta * KD_mem``
 
-    - K contains the keys and biases of the model's attention that are parameters (`lightning_fcl.models.LVT`).
+    - K contains the attention keys and biases that are parameters of the model (`lightning_fcl.models.LVT`).
     - K_prev is K at the end of the client's previous task.
     - G is the importance of K for the previous task: the mean of ``|d loss / d K|`` over the task's samples. The paper
       uses the sum of the gradients, which vanishes if the model has learned the task.
-    - CE_mem is the task loss on replay samples, which are sampled in each step from torch's global generator.
+    - CE_mem is the task loss on replay samples, which are drawn in each step from torch's global generator.
     - KD_mem is the distillation loss on the replay samples: the cross-entropy at ``temperature`` against the logits
       that were stored with the samples.
 
-    When a task ends, the client stores the share ``rho`` of the samples with the lowest loss of each class. The paper
-    has a confidence-aware memory of fixed size instead. The losses are computed with the client's own model after the
-    last round of the task in which it trained. Stored samples, K_prev and G stay on the client. The client uploads the
-    same tensors as in FedAvg. Two parts of the paper are not implemented: the second classifier for new tasks only, and
-    the decay of the first classifier's weight.
+    When a task ends, the client stores the share ``rho`` of each class's samples: the samples with the lowest losses.
+    The paper has a confidence-aware memory of fixed size instead. The losses are computed with the client's own model
+    after the last round of the task in which it trained. Stored samples, K_prev and G stay on the client. It uploads
+    the same tensors as in FedAvg. Two parts of the paper are not implemented: the second classifier for new tasks only,
+    and the decay of the first classifier's weight.
 
     Args:
         gamma: Weight of the attention loss, at least 0. With 0, K is not regularized and not stored.

@@ -92,8 +92,8 @@ class MethodRound:
         server: The server, which stores the state of the clients and of the methods.
         seed: Seed of the random numbers that methods use.
         is_full: Whether all clients train in every round.
-        looks_ahead: Whether to skip a result that the client's next round is certain to replace. This requires
-            ``is_full``.
+        looks_ahead: Whether results that the client's next round is certain to replace are not computed. Has an effect
+            only if ``is_full`` is True.
     """
 
     number: int
@@ -116,7 +116,10 @@ class MethodRound:
     # Download.
 
     def server_entries(self) -> ExtraTensors:
-        """Return the server state of the methods for the round. Remove entries that no client needs any more."""
+        """Return the server state of the methods for the round.
+
+        Entries that the methods no longer declare, or that are reset in this round, are removed from the server.
+        """
         extra, begins = server_entries(self.methods, self.module), begins_experience(self.stream.plan, self.number)
         for method in self.methods:
             server_state = self.server.get_section(method.section_name)
@@ -172,7 +175,7 @@ class MethodRound:
         return state
 
     def contribute(self, client: LocalRound) -> State:
-        """Return a client's uploads to the methods' server state. Each tensor has the shape of its entry."""
+        """Return a client's uploads for the methods' server state. Each tensor has the shape of its entry."""
         upload = self._nothing
         for method, memory in zip(self.methods, client.memories, strict=True):
             receives = any(name.startswith(f"{method.section_name}.") for name in self._nothing)
@@ -194,7 +197,7 @@ class MethodRound:
         return upload
 
     def messages(self, clients: Sequence[LocalRound]) -> Messages:
-        """Return the messages that clients send to methods in addition to the entries, by section of the method."""
+        """Return the results of `MethodBase.message`: for each method's section, a list with one dict per client."""
         messages_by_section: dict[str, list[State]] = {}
         for number, method in enumerate(self.methods):
             if overrides_hook(method, "message"):
@@ -286,9 +289,9 @@ class MethodRound:
         return self.looks_ahead and self.is_full and returns(self.stream, client_round, self._rounds, accumulates)
 
     def end_dropped(self, client: LocalRound) -> None:
-        """Store a client's results for its experience after its upload was dropped, if they were left to this round.
+        """Compute and store a client's results for its experience if its upload was dropped in the last round.
 
-        The client is in its last round of the experience, so that no later round can compute them.
+        With ``looks_ahead``, earlier rounds did not compute the results, because the last round would replace them.
         """
         if self.looks_ahead and next_round(self.stream, client.part, self._rounds) is None:
             updated_state = self._finish_experience(client.part, client.kept, client.received)
@@ -318,18 +321,21 @@ class MethodRound:
                 )
 
     def accept(self, clients: Iterable[str]) -> None:
-        """Record the clients whose uploads were accepted in the round, if a method has sums of experiences."""
+        """Record the clients whose uploads were accepted in the round.
+
+        Nothing is recorded if no method overrides `MethodBase.contribute_experience`.
+        """
         if any(overrides_hook(method, "contribute_experience") for method in self.methods):
             self.server.accepted |= dict.fromkeys(clients, self.number)
 
     def _finish_experience(
         self, client_round: ClientRound, client_state: ClientState, model_state: State
     ) -> ClientState | None:
-        """Return a client's state with the results that were left to a later round of the experience.
+        """Return a client's state with the missing results for its experience. Return None if no result is missing.
 
         With full participation, a result is computed once, in the last round of the experience. If the client's last
-        upload is dropped, or the fit stops within the experience, the result is computed from the client's current
-        state. Returns None if no result is missing.
+        upload is dropped, or the fit stops within the experience, this function computes the result from the client's
+        current state.
         """
         if PROGRESS not in client_state or int(client_state[PROGRESS]["experience"]) != client_round.experience_idx:
             return None
@@ -355,7 +361,7 @@ class MethodRound:
         return updated_state
 
     def finish_stopped(self, clients: Iterable[str], rounds: int) -> None:
-        """Finish the clients' experiences after a fit that stopped early, after ``rounds`` rounds."""
+        """Compute missing results of the clients' experiences after a fit that stopped after ``rounds`` rounds."""
         store, device = self.server.client_store, self.module.device
         for client in clients:
             client_state = store[client]
@@ -394,7 +400,7 @@ def entered_state(server: FederatedServer, client_round: ClientRound, client_sta
 def client_before(
     server: FederatedServer, module: L.LightningModule, method: MethodBase, client_round: ClientRound
 ) -> Client:
-    """Return the `Client` that a method's hooks get before a round, when the client has received nothing."""
+    """Return the `Client` for a method's hooks before a round, when the client has not received the server's state."""
     memory = entered_state(server, client_round, server.client_store[client_round.client_id]).get(
         method.section_name, {}
     )
@@ -402,7 +408,7 @@ def client_before(
 
 
 def _ends(stream: ClientStream, number: int) -> bool:
-    """Return whether a client's experience ends with a round."""
+    """Return whether the experience of at least one client ends with a round."""
     plan = stream.plan
     return number + 1 == plan.num_rounds or any(own[number] != own[number + 1] for own in plan.experiences.values())
 

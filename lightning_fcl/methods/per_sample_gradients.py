@@ -61,7 +61,7 @@ class _OtherUseError(Exception):
 class _LinearLayers(TorchFunctionMode):
     """Records the inputs and outputs of linear layers. Raises `_OtherUseError` if a parameter is used otherwise.
 
-    The operations between the layers must not mix samples. In evaluation mode they do not.
+    The operations between the layers must not mix samples. In evaluation mode, common layers do not mix samples.
     """
 
     def __init__(self, params: State, samples: int) -> None:
@@ -93,7 +93,7 @@ def outer_gradients(
 ) -> dict[str, Tensor | OuterProduct] | None:
     """Compute the result of `per_sample_gradients` in one pass, as outer products if possible.
 
-    Returns None if a parameter is used outside of linear layers that have one row per sample.
+    Returns None if this is not possible, for example if a layer other than a linear layer uses a parameter.
     """
     leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
     layers = _LinearLayers(leaves, len(x))
@@ -114,7 +114,7 @@ def outer_gradients(
 
 
 def per_sample_gradients(objective: Objective, params: State, x: Tensor, y: Tensor) -> State:
-    """Return the gradient of each sample's loss by parameter, each of shape (samples, ...).
+    """Return the gradient of each sample's loss for each parameter, by name. Each tensor has shape (samples, ...).
 
     The computation is vectorized with `torch.func.vmap`. If this fails, a loop computes one sample after another.
 
@@ -151,7 +151,7 @@ def module_per_sample_gradients(
     y: Tensor,
     names: Iterable[str],
 ) -> Iterator[Mapping[str, Tensor | OuterProduct]]:
-    """Yield the per-sample gradients of ``objective(output, y)`` by parameter, for one chunk of samples after another.
+    """Yield, for each chunk of samples, the per-sample gradients of ``objective(output, y)`` by parameter name.
 
     The module runs in evaluation mode with the given state. Each gradient has the shape (samples, ...) or is an
     `OuterProduct`.
@@ -199,9 +199,10 @@ def mean_sample_measure(
     y: Tensor,
     names: Iterable[str],
 ) -> State:
-    """Return the mean over samples of an elementwise function of per-sample gradients of ``objective(output, y)``.
+    """Apply ``measure`` to per-sample gradients, and return the mean over samples for each parameter, by name.
 
-    See `over_samples` for ``measure`` and `module_per_sample_gradients` for the other arguments.
+    The gradients are those of ``objective(output, y)``. ``measure`` is elementwise, see `over_samples`. See
+    `module_per_sample_gradients` for the remaining arguments.
     """
     name_set = {*names}
     total = zeros_like_state({name: value for name, value in state.items() if name in name_set})

@@ -124,7 +124,10 @@ class APFL(Method):
         return 0.0
 
     def _begun(self, client: Client, optimizer: Optimizer) -> Optimizer:
-        """Return an optimizer for ``v`` like the client's own. It changes ``v`` in the client state in place."""
+        """Return an optimizer for ``v`` with the class and settings of the client's optimizer.
+
+        Its steps change ``v`` in the client state in place.
+        """
         self._personal = {name: nn.Parameter(value) for name, value in strip_prefix(client.method_state, "v").items()}
         params_by_name = dict(client.module.named_parameters())
         personal_optimizer = with_parameters(
@@ -151,7 +154,7 @@ class APFL(Method):
 
 @torch.no_grad()
 def interpolate(personal: Mapping[str, Tensor], shared: Mapping[str, Tensor], alpha: Tensor) -> State:
-    """Return ``alpha v + (1 - alpha) w`` for the entries of ``personal``: exactly w for alpha 0, exactly v for 1."""
+    """Return ``alpha v + (1 - alpha) w`` for the entries of ``personal``: exactly w if alpha is 0, exactly v if 1."""
     return {name: torch.lerp(shared[name], v, alpha.to(v.device, v.dtype)) for name, v in personal.items()}
 
 
@@ -168,7 +171,7 @@ class Ditto(APFL):
     as described for `APFL`. It uploads the same tensors as in FedAvg.
 
     Args:
-        strength: Weight (lambda) of the distance, at least 0. With 0, ``v`` learns from the client's data alone.
+        strength: Weight (lambda) of the distance, at least 0. With 0, ``v`` is trained on the client's data only.
 
     Raises:
         ValueError: If ``strength`` is negative, or for the same reasons as in `APFL`.

@@ -85,7 +85,7 @@ def agem(gradient: Tensor, reference: Tensor) -> Tensor:
 
 @torch.no_grad()
 def gradient_distance(gradient: Tensor, references: Tensor, kind: DistanceKind = "wasserstein") -> Tensor:
-    """Return the distances of the references, shape (k, p), from a gradient: shape (k,), float64, on the CPU.
+    """Return the distance of each reference from a gradient, shape (k,), float64, on the CPU.
 
     Args:
         gradient: The gradient, shape (p,).
@@ -257,7 +257,10 @@ def _by_quadprog(matrix: Matrix, slope: Matrix) -> Matrix:
 
 
 def _by_active_sets(matrix: Matrix, slope: Matrix) -> Matrix:
-    """Solve the same problem as non-negative least squares with the active sets of Lawson and Hanson, in NumPy."""
+    """Solve the same problem as `_by_quadprog`, with the active sets of Lawson and Hanson, in NumPy.
+
+    The problem is a non-negative least-squares problem.
+    """
     weights, free = np.zeros_like(slope), np.zeros(len(slope), dtype=bool)
     for _ in range(10 * len(slope)):
         gain = np.where(free, 0.0, -(matrix @ weights + slope))
@@ -279,7 +282,7 @@ def _by_active_sets(matrix: Matrix, slope: Matrix) -> Matrix:
 
 @torch.no_grad()
 def gram_matrix(rows: Tensor, last: Tensor) -> Matrix:
-    """Return the products of the vectors ``rows``, shape (k, p), and ``last`` with each other.
+    """Return the dot products of all pairs of the vectors ``rows``, shape (k, p), and ``last``.
 
     On a CPU, dot products of freshly converted pieces are faster than a matrix product. The matrix is symmetric, so
     half of the products is sufficient. With few vectors, a matrix product spends most of its time on rearranging them.
@@ -300,9 +303,10 @@ def solver_device(tensor: Tensor) -> torch.device:
 
 
 def _by_dots(rows: Tensor, last: Tensor) -> Matrix:
-    """Compute the products of each vector with itself and the following vectors, in a ring.
+    """Compute the dot products of all pairs of vectors.
 
-    Every pair is computed once. If the number of vectors is even, opposite pairs are computed twice.
+    The vectors are ordered in a ring. Each vector is multiplied by itself and by the vectors that follow it, up to half
+    of the ring. Every pair is then computed once. If the number of vectors is even, opposite pairs are computed twice.
     """
     count, length = len(rows) + 1, len(last)
     offsets = count // 2 + 1

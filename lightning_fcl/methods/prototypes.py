@@ -1,4 +1,4 @@
-"""FedProto, iCaRL, and class means from each class's sum of features and number of samples."""
+"""FedProto, iCaRL, and class means. A class mean is a sum of features divided by a number of samples."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def zero_class_sums(module: L.LightningModule) -> Tensor:
 
 
 def class_means(sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean of each class, shape (classes, features), and whether it has samples, shape (classes,)."""
+    """Return the mean of each class, shape (classes, features), and whether the class has samples, shape (classes,)."""
     return sums[:, 1:] / sums[:, :1].clamp(min=1), sums[:, 0] > 0
 
 
@@ -115,9 +115,10 @@ class FedProto(Method):
     in the authors' code (eq. 7 has a distance between the means of each class). f(x) are the module's features, and
     C_y is the prototype of the class that the client has received. A class without a prototype adds nothing.
 
-    After local training a client uploads, for each class, the sum of the features of its samples by its own model, and
-    their number. The quotient of the sums over all clients of the round is the prototype (eq. 6; the authors' code
-    weights clients equally). If no client of the round has a class, the class keeps its earlier prototype.
+    After local training a client uploads two values per class: the number of its samples, and the sum of their
+    features, computed with its own model. A prototype is the sum of the features over all clients of the round, divided
+    by the number of samples (eq. 6; the authors' code weights clients equally). If no client of the round has a class,
+    the class keeps its earlier prototype.
 
     In the paper, clients transmit only prototypes: use ``FederatedStrategy(reductions={"*": "local"})``.
 
@@ -184,8 +185,8 @@ def herding_selection(features: Tensor, size: int) -> Tensor:
     for _ in range(min(size, len(features))):
         distance = (F.normalize(total + features) - mean).norm(dim=1)
         distance[indices] = torch.inf
-        # Among nearly equal distances take the first, so that rounding does not choose. For example, two samples are
-        # always equally far from their mean.
+        # Among nearly equal distances take the first, so that rounding errors do not decide. For example, two samples
+        # are always equally far from their mean.
         indices.append(int((distance <= distance.min() + _TIE).byte().argmax()))
         total = total + features[indices[-1]]
     return torch.tensor(indices, dtype=torch.long, device=features.device)
@@ -196,12 +197,12 @@ class ICaRL(LwF):
 
     At the end of an experience a client chooses exemplars of its classes by `herding_selection`. It uses normalized
     features of the client's model after the last round in which it trained. All classes that the client has trained on
-    share its ``memory_size`` exemplars equally. Exemplars of earlier classes are removed from the end.
+    share its ``memory_size`` exemplars equally. If an earlier class exceeds its share, its last exemplars are removed.
 
-    The client and the server predict the class of the nearest mean of exemplars. Exemplars stay on the client: after
-    local training, each client uploads, for each class, the sum of its exemplars' features and their number. The server
-    keeps the sums over the clients of the latest round. If no client of the round has a class, the class keeps its
-    earlier sum. See `ClassSums`.
+    The client and the server predict the class of the nearest mean of exemplars. Exemplars stay on the client. After
+    local training, a client uploads two values per class: the number of its exemplars and the sum of their features.
+    The server keeps the sums over the clients of the latest round. If no client of the round has a class, the class
+    keeps its earlier sum. See `ClassSums`.
 
     The module's own loss trains the classes of the experience. The old classes are distilled as in `LwF`, from the
     client's model at the end of its previous experience. Deviation: the paper uses binary cross-entropies of sigmoids

@@ -111,12 +111,14 @@ def gram_product(weight: Tensor, gram: Tensor) -> Tensor:
 
 
 def merge_regression(mean: Tensor, weighted: Tensor, gram: Tensor) -> Tensor:
-    """Return the layer that fits the clients' outputs best: ``(sum W G) (sum G)^+``, shape (outputs, d).
+    """Return the weights of the merged layer, ``(sum W G) (sum G)^+``, shape (outputs, d).
+
+    The outputs of this layer are nearest to the outputs of the clients' layers, by least squares.
 
     Args:
         mean: The average of the clients' weights, shape (outputs, d). It is the result in directions without inputs.
         weighted: The sum of the clients' `gram_product`, shape (outputs, d).
-        gram: The sum of their Gram matrices, shape (d, d), or of the diagonals, shape (d,).
+        gram: The sum of the clients' Gram matrices, shape (d, d), or of their diagonals, shape (d,).
 
     Example:
         >>> one, other = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 6.0]])

@@ -100,8 +100,8 @@ class EWC(Consolidation):
     client keeps theta* and F, and uploads the same tensors as in FedAvg.
 
     Args:
-        strength: Weight (lambda) of the penalty, at least 0. 0 is fine-tuning.
-        decay: Factor of the earlier experiences' F when an experience ends, from 0 to 1. 1 sums all F.
+        strength: Weight (lambda) of the penalty, at least 0. With 0, the method is fine-tuning.
+        decay: Factor of the earlier experiences' F when an experience ends, from 0 to 1. With 1, F is a plain sum.
         normalize: Whether to divide F by the client's greatest F_i. With plain SGD, the penalty alone then does not
             diverge if ``learning rate * strength`` is below 2. Stay well below 2, because the task loss adds its own
             curvature. False uses F as in the paper. Published strengths, such as 40,000 in Zuo et al. (2024), require
@@ -135,8 +135,8 @@ class MAS(Consolidation):
     is half the strength. A client keeps theta* and Omega, and uploads the same tensors as in FedAvg.
 
     Args:
-        strength: Weight of the penalty, at least 0. 0 is fine-tuning.
-        decay: Factor of the earlier experiences' Omega when an experience ends, from 0 to 1. 1 sums all Omega.
+        strength: Weight of the penalty, at least 0. With 0, the method is fine-tuning.
+        decay: Factor of the earlier Omega when an experience ends, from 0 to 1. With 1, Omega is a plain sum.
         normalize: Whether to divide Omega by its greatest entry, with the same effect as in `EWC`. Zuo et al. (2024)
             use a strength of 100 without normalization.
 
@@ -173,8 +173,8 @@ class SI(Consolidation):
     A client keeps four values per parameter and uploads the same tensors as in FedAvg. Clients train sequentially.
 
     Args:
-        strength: Weight of the penalty, at least 0. 0 is fine-tuning.
-        decay: Factor of the earlier experiences' Omega when an experience ends, from 0 to 1. 1 sums all Omega.
+        strength: Weight of the penalty, at least 0. With 0, the method is fine-tuning.
+        decay: Factor of the earlier Omega when an experience ends, from 0 to 1. With 1, Omega is a plain sum.
         normalize: Whether to divide Omega by its greatest entry, with the same effect as in `EWC`.
         damping: The paper's xi, above 0. It limits Omega of parameters that have hardly changed.
 

@@ -35,7 +35,7 @@ class DERpp(Method):
     """Dark experience replay, DER++ (Buzzega et al., 2020, eq. 6): replay samples and the logits stored with them.
 
     The loss is ``task loss + alpha * ||f(x') - z'||^2 + beta * task loss(f(x''), y'')``. The pairs (x', z') and
-    (x'', y'') are sampled from the buffer in every step, separately and with replacement. z' are the logits of the
+    (x'', y'') are drawn from the buffer in every step, separately and with replacement. z' are the logits of the
     client's own model when x' was stored. As in the authors' code, the squared distance is a mean over samples and
     classes. ``beta=0`` is DER.
 
@@ -44,7 +44,7 @@ class DERpp(Method):
     The samples and logits stay on the client. The client uploads the same tensors as in FedAvg.
 
     Args:
-        memory_size: Number of samples that a client keeps, at least 1.
+        memory_size: Maximum number of samples that a client keeps, at least 1.
         alpha: Weight of the distance from the stored logits, at least 0.
         beta: Weight of the task loss of replay samples, at least 0.
         batch_size: Number of samples in each of the two draws of a step, at least 1.
@@ -96,21 +96,21 @@ class DERpp(Method):
 class ReFed(Method):
     """Re-Fed (Li et al., 2024, CVPR): replay the samples with the largest gradients of a personal model.
 
-    At the end of an experience a client computes `sample_importance` of its replay samples and of its samples of the
-    last round in which it trained. It keeps the ``memory_size`` samples with the largest importance. For this, a
-    personal model ``v`` takes steps on these samples, and each step pulls ``v`` towards the model that the client
-    received. ``v`` starts from the received model in the first experience, continues in later experiences, and is
-    client-local. The client uploads the same tensors as in FedAvg.
+    At the end of an experience a client computes `sample_importance` for its replay samples and for its samples of the
+    last round in which it trained. It keeps the ``memory_size`` samples with the largest importance. To compute the
+    importance, a personal model ``v`` takes gradient steps on all of these samples. Each step also moves ``v`` towards
+    the model that the client received. ``v`` starts from the received model in the first experience and continues in
+    later experiences. It is client-local. The client uploads the same tensors as in FedAvg.
 
     Deviation: in the paper the selection is done when the next experience starts, with the server's model after the
     last round. The default values are chosen by this library.
 
     Args:
-        memory_size: Number of samples that a client keeps, of all experiences together, at least 1.
+        memory_size: Maximum number of samples that a client keeps, of all experiences together, at least 1.
         num_iterations: Number of steps of ``v``, at least 1.
         lr: Step size of ``v``, above 0.
-        strength: Weight of the pull, q(lambda) in the paper, at least 0. With 0, ``v`` learns from the client's samples
-            alone.
+        strength: Weight of the term that moves ``v`` towards the received model, q(lambda) in the paper, at least 0.
+            With 0, ``v`` is trained on the client's samples only.
 
     Raises:
         ValueError: If an argument is out of range, the module does not define ``sample_loss(output, y)``, or ``v``
@@ -221,23 +221,24 @@ def sample_importance(
 class FedCBDR(Method):
     """FedCBDR (NeurIPS 2025): replay samples selected by their leverage among the samples of all clients.
 
-    The leverage of a sample is ``x^T (X^T X)^+ x``, with its features x and the features X of all clients' samples. A
-    sample that is rare among all clients has a high leverage.
+    The leverage of a sample is ``x^T (X^T X)^+ x``. x are its features, and X are the features of all clients' samples.
+    A sample that is rare among all clients has a high leverage.
 
     For each experience a client uploads ``X_k^T X_k`` of its features, computed with its own model. When the experience
-    ends, it receives the sum over all clients. It then keeps ``memory_size`` times its fraction of the total leverage,
-    in addition to the samples of earlier experiences. The samples are drawn without replacement, with probabilities
-    proportional to the leverage, and never leave the client.
+    ends, it receives the sum over all clients. It then draws n samples of the experience and keeps them in addition to
+    the samples of earlier experiences. n is ``memory_size`` times the client's fraction of the total leverage. The
+    samples are drawn without replacement, with probabilities proportional to the leverage, and never leave the client.
 
     Deviation: in the paper a client uploads ``P_k X_k Q``, with random orthogonal P_k and Q, and the server draws the
     samples. The scores are identical. The paper's upload also reveals ``X_k^T X_k``, up to a rotation.
 
     The logits of old classes (of earlier experiences) and of all other classes are divided by different temperatures.
     The cross-entropy of a sample is multiplied by the weight of its class. If a temperature or a weight is not 1, the
-    task loss must be cross-entropy. The paper uses 0.9, 1.1, 1.1 and 0.9, in the order of the arguments below.
+    task loss must be cross-entropy. The paper uses ``old_temperature=0.9``, ``new_temperature=1.1``, ``old_weight=1.1``
+    and ``new_weight=0.9``.
 
     Args:
-        memory_size: Number of samples that all clients together keep of an experience, at least 1.
+        memory_size: Number of samples of an experience that all clients together keep, at least 1.
         old_temperature: Temperature of the logits of old classes, above 0.
         new_temperature: Temperature of all other logits, above 0.
         old_weight: Weight of samples of old classes, at least 0.

@@ -46,8 +46,8 @@ class TARGET(Method):
     When an experience ends, the server generates ``num_images`` images. It trains a generator so that the server's
     model predicts randomly drawn classes for the images. The images' statistics in the batch normalization layers must
     also match the running statistics (`with_statistics_distance`). In each round of the next experience, the server
-    sends the images and their logits to each client, instead of the old model. For this, clients upload only the set of
-    classes so far.
+    sends the images and their logits to each client, instead of the old model. For this purpose, a client uploads only
+    the set of classes of all experiences so far.
 
     Deviation: the authors' generator starts each batch from a meta-learned state. From its 20th batch on, it has a
     student as an adversary. Here one generator continues from batch to batch, without a student.
@@ -55,7 +55,8 @@ class TARGET(Method):
     Args:
         distillation_weight: Weight of the distillation, at least 0. With 0, the server generates no images.
         num_images: Number of images to generate, at least 0.
-        batch_size: Number of images in each training step, and in each batch of the generator, at least 2.
+        batch_size: Number of generated images that a client draws for each training step, at least 2. It is also the
+            batch size of the generator.
         num_steps: Number of generator steps for each batch of images, at least 1.
         width: Width of the generator. See `Generator`.
         statistics_weight: Weight of the statistics in the generator's loss, at least 0. The cross-entropy has the

@@ -1,6 +1,6 @@
-"""Server models from the start of experiences, which are teachers for distillation in later rounds.
+"""Copies of the server's model from the start of experiences. They are teachers for distillation in later rounds.
 
-The server stores its model from the start of the round in which the first client enters an experience. It keeps one
+The server copies its model at the start of the round in which the first client enters an experience. It stores one
 copy for all clients while any client is in the experience. A client receives the copy once and keeps it.
 """
 
@@ -28,7 +28,7 @@ class Once(DownloadOnly):
 
 
 def present_experiences(module: L.LightningModule, fits: int, round_offset: int = 0) -> tuple[int, ...]:
-    """Return the experiences that clients are in, in ascending order, in the current round or a later one.
+    """Return the experiences of the clients in the current round or a later round, in ascending order.
 
     Without a `FederatedStream`, an experience is a fit.
 
@@ -42,7 +42,10 @@ def present_experiences(module: L.LightningModule, fits: int, round_offset: int 
 
 
 def has_old_classes(module: L.LightningModule) -> bool:
-    """Return whether clients have had classes of earlier experiences. Always False without a `FederatedStream`."""
+    """Return whether the current round has old classes, which are classes of earlier experiences.
+
+    Always False without a `FederatedStream`.
+    """
     stream = find_stream(module.trainer)
     return stream is not None and bool(stream.plan.class_split(_round(module, stream.plan))[1])
 

@@ -25,7 +25,7 @@ _TAG = "readout.tag"
 
 
 class Unlearning(Method):
-    """Exact unlearning: remove clients from the server's sums, as if they had never contributed.
+    """Exact unlearning: remove clients from the server's sums, which then equal the sums of the remaining clients.
 
     Every client keeps the sum of its uploads to entries with the reduction ``sum``. When it leaves, it uploads this sum
     once more, and the server subtracts it. The client does not train in later rounds.
@@ -34,9 +34,9 @@ class Unlearning(Method):
         requests: For each client that leaves, the number of the round (from 0) after which it leaves.
 
     Raises:
-        ValueError: If a client is not in the stream, a client has no data until it leaves, or the fit does not reach
-            the round. Also if the module does not solve its readout from sums of the clients' statistics, or if the
-            statistics B are estimated or of low rank.
+        ValueError: If a client is not in the stream, a client has no data in the rounds before it leaves, or the fit
+            does not reach the round. Also if the module does not compute its readout from sums of the clients'
+            statistics, or if the statistics B are estimated or of low rank.
 
     Example:
         >>> Unlearning(requests={"7": 3}).requests

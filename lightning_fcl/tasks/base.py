@@ -93,7 +93,7 @@ class _EpochLoss:
 
 
 class NetworkTask(Task):
-    """A network that is trained by the mean of its samples' losses.
+    """A network that is trained on the mean of its samples' losses.
 
     The loss of each sample is a separate method, so that the training of several clients can be vectorized.
     """
@@ -120,7 +120,7 @@ class NetworkTask(Task):
         return output
 
     def to_network(self) -> nn.Module:
-        """Return a plain network that makes the same predictions as the task makes now."""
+        """Return a plain network that makes the same predictions as the task with its current weights."""
         return copy.deepcopy(self.model)
 
     def sample_loss(self, output: Tensor, y: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ class NetworkTask(Task):
         raise NotImplementedError
 
     def sequential_reason(self) -> Obstacle | None:
-        """Return an obstacle to vectorized training if the training step is not the mean of `sample_loss`."""
+        """Return an obstacle to vectorized training, or None if the training step is the mean of `sample_loss`."""
         name = type(self).__name__
         if type(self).training_step is not NetworkTask.training_step:
             return Obstacle(Reason.OVERRIDES, (f"`{name}` overrides `training_step`",))

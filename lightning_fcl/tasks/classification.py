@@ -26,14 +26,14 @@ class OutputsByTask(FederatedModule, Protocol):
     """A network with separate parts for each task."""
 
     def outputs_by_task(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the logits of samples whose labels select their task, shape (batch, num_classes)."""
+        """Return the logits of samples, shape (batch, num_classes). The label of a sample selects its task."""
 
 
 class Classifier(NetworkTask):
     """Classification with a network that is trained by cross-entropy. Its training can be vectorized over clients.
 
     Args:
-        model: Maps inputs of shape (batch, ...) to logits of shape (batch, num_classes).
+        model: Network that maps inputs of shape (batch, ...) to logits of shape (batch, num_classes).
         num_classes: Number of classes.
         optimizer: Makes the clients' optimizer from the parameters. Default: SGD with a learning rate of 0.01.
         task_incremental: Whether the logits of a sample are restricted to the classes of its task, in training and in
@@ -68,7 +68,7 @@ class Classifier(NetworkTask):
         self.test_accuracy = MulticlassAccuracy(num_classes, average="micro")
 
     def outputs_by_task(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the logits of samples in evaluation, shape (batch, num_classes). The labels select the tasks.
+        """Return the logits of samples in evaluation, shape (batch, num_classes). A sample's label selects its task.
 
         A network with separate parts for each task defines ``outputs_by_task(x, y)`` and sets
         ``lightning_fcl_protocols = True``.
@@ -136,7 +136,7 @@ class Classifier(NetworkTask):
         metric = self.val_accuracy if stage == "val" else self.test_accuracy
         x, y = batch
         output = self.outputs_by_task(x, y)
-        # The loss comes before the metric, because its error names a wrong number of outputs.
+        # The loss comes before the metric, because it raises a clear error if the number of outputs is wrong.
         loss = self.sample_loss(output, y).mean()
         metric(self.mask_logits(output, y), y)
         self.log(f"{stage}/loss", loss, batch_size=len(y))
@@ -164,16 +164,17 @@ class RandomClassifier(Classifier):
         return torch.rand(len(x), self.num_classes, device=x.device)
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:  # type: ignore[override]
-        """Train nothing."""
+        """Do nothing."""
 
     def configure_optimizers(self) -> None:  # type: ignore[override]
         """Return no optimizer."""
 
 
 class MajorityClassifier(Classifier):
-    """A baseline that predicts the most frequent class of its training samples, among the classes of the task.
+    """A baseline that predicts the most frequent class of its training samples.
 
-    If you set the reduction of ``class_counts`` to ``"local"``, each client predicts one of its training classes.
+    With ``task_incremental=True``, it predicts the most frequent class among the classes of the sample's task. If you
+    set the reduction of ``class_counts`` to ``"local"``, each client uses the counts of its own training samples.
 
     Args:
         num_classes: Number of classes.
@@ -209,10 +210,10 @@ class HARClassifier(Classifier):
 
     Args:
         notation: Layers, as in the paper's Table 1. See `HARCNN`.
-        dropout: Dropout after the dense layers.
+        dropout: Dropout probability after the dense layers.
         optimizer: Makes the clients' optimizer from the parameters. Default: SGD with a learning rate of 0.01.
         init: Initial weights as in ``"torch"`` or in ``"keras"``.
-        model: A network that replaces HAR-CNN, such as a pretrained one.
+        model: A network that replaces HAR-CNN, such as a pretrained network.
     """
 
     def __init__(
@@ -230,16 +231,16 @@ class HARClassifier(Classifier):
 class Regressor(NetworkTask):
     """Regression with a network that is trained by the mean squared error. Its training can be vectorized over clients.
 
-    `ContinualMetrics` evaluates it by ``configure_metrics()``: mean squared error and coefficient of determination. A
-    subclass can override `sample_loss` and ``configure_metrics``.
+    `ContinualMetrics` evaluates the metrics of ``configure_metrics()``: mean squared error and coefficient of
+    determination. A subclass can override `sample_loss` and ``configure_metrics``.
 
     Args:
-        model: Maps inputs of shape (batch, ...) to numbers of shape (batch, outputs).
+        model: Network that maps inputs of shape (batch, ...) to numbers of shape (batch, outputs).
         num_outputs: Number of values in a sample's target.
         optimizer: Makes the clients' optimizer from the parameters. Default: SGD with a learning rate of 0.01.
 
     Raises:
-        ValueError: If `num_outputs` is below 1, or if outputs or targets of a batch have another shape.
+        ValueError: If `num_outputs` is below 1, or if outputs or targets of a batch have the wrong shape.
 
     Example:
         >>> import torch
@@ -256,11 +257,11 @@ class Regressor(NetworkTask):
         self.test_measures = MetricCollection(dict(self.configure_metrics()))
 
     def configure_metrics(self) -> Mapping[str, Metric]:
-        """Return the mean squared error and the coefficient of determination, means over several outputs."""
+        """Return the mean squared error and the coefficient of determination, each averaged over the outputs."""
         return {"MSE": MeanSquaredError(), "R2": R2Score()}
 
     def sample_loss(self, output: Tensor, y: Tensor) -> Tensor:
-        """Return the squared error of every sample, mean over its outputs, shape (batch,)."""
+        """Return the squared error of every sample, averaged over its outputs, shape (batch,)."""
         return F.mse_loss(output, self._matching_targets(output, y), reduction="none").mean(dim=1)
 
     def _matching_targets(self, output: Tensor, y: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ class ReservoirTask(RidgeTask):
         return {**super().reductions, "reservoir.gain": adapted, "reservoir.bias": adapted}
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the outputs of sequences (batch, time, features).
+        """Return the outputs for sequences of shape (batch, time, features).
 
         The shape is (batch, steps, outputs) with ``readout="steps"``, and otherwise (batch, outputs).
         """
@@ -80,7 +80,7 @@ class ReservoirTask(RidgeTask):
         return pool_states(self.reservoir, x, self.features)
 
     def to_network(self) -> ReservoirReadout:
-        """Return a plain network that makes the same predictions as the task makes now."""
+        """Return a plain network that makes the same predictions as the task with its current weights."""
         network = ReservoirReadout(copy.deepcopy(self.reservoir), self.readout.out_features, self.features)
         network.weight.copy_(self.readout.weight)
         return network

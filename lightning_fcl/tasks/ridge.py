@@ -22,26 +22,26 @@ class RidgeClassifier(RidgeTask):
     `lightning_fcl.callbacks.BaseSession` trains the network and adds the samples of the base session.
 
     Args:
-        model: Network. Its ``embed(x)`` returns features of shape (batch, ``features``).
+        model: Network whose ``embed(x)`` returns features of shape (batch, ``features``).
         num_classes: Number of classes.
         beta: Regularization, at least 0. A list selects the value with the best predictions on the validation samples
             after each round.
         symmetric: Whether only the upper triangle of B is stored and uploaded.
-        upload: Upload of a client: its ``"statistics"``; its own solution (``"weights"``); or ``"moments"``, the sums
-            and numbers of samples of each class in random groups, from which the server estimates B (Guan et al. 2026,
-            STSA-E; see `GroupMoments`).
+        upload: Upload of a client. ``"statistics"``: A and B. ``"weights"``: the client's own solution. ``"moments"``:
+            the sums and numbers of samples of each class in random groups. From the moments, the server estimates B
+            (Guan et al. 2026, STSA-E; see `GroupMoments`).
         min_samples: Number of samples below which a client's statistics cause a warning. Default: the number of
             features.
-        random_features: Number of random features that replace the network's features (RanPAC, and STSA, whose
-            regularization is 1e6; see `RandomFeatures`). Default: the network's features.
+        random_features: Number of random features that replace the network's features, see `RandomFeatures` (RanPAC,
+            and STSA, which uses ``beta=1e6``). Default: the network's features.
         seed: Seed of the random features.
         bias: Whether a column of ones is the last feature. It is regularized like all features.
         rank: Number of leading singular values and vectors of B that a client uploads. The server merges them and
             truncates them again. The solution is in the space that they span (FedRAN). Default: all of B.
-        gamma: Regularization of the solution of each client, ``W_k = A_k (B_k + gamma I)^-1``, which is evaluated
-            after the client's training. The client adds ``gamma I`` to the B that it uploads. The server subtracts it
-            once for each addition before it solves, so the solution does not depend on gamma (He et al. 2025, AFL,
-            whose absolute aggregation law equals the sums of A and B).
+        gamma: Regularization of each client's own solution, ``W_k = A_k (B_k + gamma I)^-1``. A client's predictions
+            after its training use this solution. The client adds ``gamma I`` to the B that it uploads. The server
+            subtracts all these additions before it solves, so its solution does not depend on gamma (AFL, He et al.
+            2025, whose absolute aggregation law equals the sums of A and B).
         groups: Number of groups of a client's samples with ``upload="moments"``.
 
     Raises:
@@ -102,7 +102,7 @@ class RidgeClassifier(RidgeTask):
         yield self.embed(x)[None]
 
     def to_network(self) -> FeatureReadout:
-        """Return a plain network that makes the same predictions as the task makes now."""
+        """Return a plain network that makes the same predictions as the task with its current weights."""
         body, lift = copy.deepcopy((require_embedding_body(self.model), self.random_features))
         network = FeatureReadout(body, self.num_classes, lift, self.bias)
         network.weight.copy_(self.readout.weight)

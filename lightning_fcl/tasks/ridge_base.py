@@ -29,18 +29,21 @@ log = logging.getLogger(__name__)
 UploadKind = Literal["statistics", "weights"]
 """Kinds of upload of every ridge regression."""
 
-# Size in bytes of the statistics of all clients of a vectorized step. It limits the number of these clients.
+# Maximum size in bytes of the statistics in a vectorized step. It limits the number of clients of the step by default.
 MAX_GROUP_BYTES = 128 * 2**20
 
 
 class RidgeTask(Task):
     """A readout that is trained by ridge regression. Local training is one pass that sums statistics.
 
-    In a federation, each round adds the clients' statistics to the server's (``upload="statistics"``: IncFed, or FedRR;
-    Bacciu et al. 2021). The server then solves for the readout, which equals the solution on all data together. With
-    ``upload="weights"``, each client solves for its own readout, and the server averages these readouts (FedAvg). In a
-    plain Trainer, the last epoch of each fit adds its data. With a `FederatedStream`, each epoch is a round and adds
-    its data. Rows of A, and of the solution, are 0 for classes without a sample so far.
+    The statistics are ``A = Y^T S`` and ``B = S^T S``, where S contains the inputs of the readout and Y the targets. In
+    a federation with ``upload="statistics"`` (IncFed, or FedRR; Bacciu et al. 2021), the server adds the clients'
+    statistics of each round to its own statistics. It then solves for the readout, which equals the solution on the
+    pooled data of all clients. With ``upload="weights"``, each client solves for its own readout, and the server
+    averages these readouts (FedAvg).
+
+    In a plain Trainer, only the last epoch of each fit adds its data. With a `FederatedStream`, each epoch is a round
+    and adds its data. If the targets are 0 and 1, a class without samples so far has zeros in A and in the solution.
 
     A and B of a client can reveal its data: the span of its samples' features if it has fewer samples than features,
     and the features of the sample if it has a single sample. ``min_samples`` warns about such clients. Use secure
@@ -50,7 +53,7 @@ class RidgeTask(Task):
     num_regularized: Tensor
     """Number of uploads whose gamma was added to B since the last solution."""
     no_unlearning_reason: str | None
-    """Reason why the statistics of a client cannot be subtracted, or None if they can."""
+    """Reason why the statistics of a client cannot be subtracted. None: they can be subtracted."""
 
     def __init__(
         self,
@@ -278,7 +281,7 @@ class RidgeTask(Task):
 
     @property
     def client_state_predicts(self) -> bool:
-        """Whether a client's own state makes predictions, so that the client solves for its readout."""
+        """Whether each client solves for its own readout, so that the client's state can make predictions."""
         return self.upload == "weights" or self.gamma > 0
 
     def fingerprint(self) -> dict[str, Any]:
@@ -324,7 +327,7 @@ class RidgeTrainer:
         )
         self._b = statistics.allocate_rows(b, clients)
         self._n = [int(self._initial_statistic(state, "readout.n")) for state in states]
-        # The statistics of an upload that did not reach the server contain gamma.
+        # If an upload did not reach the server, the client's statistics contain gamma. Subtract it.
         if self.module.gamma:
             for row, state in zip(self._b, states, strict=True):
                 add_to_diagonal(row, self._a.shape[-1], -self.module.gamma * int(state["num_regularized"]))
@@ -335,7 +338,7 @@ class RidgeTrainer:
         return state[name] if is_same_body else torch.zeros_like(state[name])
 
     def _stacked(self, rows: list[Tensor], name: str) -> Tensor:
-        """Return the stacked rows in a buffer that is used again."""
+        """Return the stacked rows in a buffer that later calls reuse."""
         buffer = self._stack_buffers.get(name)
         if buffer is None or len(buffer) < len(rows) or buffer.device != rows[0].device:
             buffer = self._stack_buffers[name] = torch.stack(rows)
@@ -384,7 +387,7 @@ class RidgeTrainer:
 
 
 def solve_local(a: Tensor, b: Tensor, beta: float) -> Tensor:
-    """Return a client's weights. They are NaN if its statistics are non-finite, so that its upload is dropped."""
+    """Return a client's weights, or NaN if its statistics are non-finite, so that the server drops the upload."""
     if torch.isfinite(a).all() and torch.isfinite(b).all():
         return solve(a, unpack_upper(b, a.shape[1]), beta)
     return torch.full_like(a, torch.nan)

@@ -52,7 +52,7 @@ class OneHot:
         return targets * 2 - 1 if self.signed else targets
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the score of several readouts, higher is better: the number of correct predictions.
+        """Return the number of correct predictions of each readout, shape (readouts,). Higher is better.
 
         Args:
             outputs: Outputs of the readouts, shape (..., readouts, outputs).
@@ -124,7 +124,7 @@ class ConcatReduction(Reduction):
 
 
 class ConcatRows(ConcatReduction):
-    """The ``rank`` leading rows of the rows of the server and of all uploads together."""
+    """A reduction that stacks the rows of the server and of all uploads, and keeps the ``rank`` leading rows."""
 
     name = "concat_rows"
 
@@ -139,10 +139,10 @@ class ConcatRows(ConcatReduction):
 
 
 class ConcatGroups(ConcatReduction):
-    """Sums and numbers of each class's samples in the groups of all clients. Groups without a sample are left out.
+    """A reduction that joins the groups of all clients: per group and class, the sum and the number of samples.
 
-    A client has samples of few classes in few groups. Therefore uploads are kept as sparse tensors until all of them
-    are aggregated.
+    Groups without samples are left out. A client has samples of few classes in few groups. Therefore uploads are kept
+    as sparse tensors until all of them are aggregated.
     """
 
     name = "concat_groups"
@@ -172,7 +172,7 @@ class RidgeStatistics:
         names: Names of a and b in the state.
         reductions: Reductions of a, b and the number of samples.
         add: Function that adds states and targets to a client's a and b.
-        no_unlearning_reason: Reason why the statistics of a client cannot be subtracted, or None if they can.
+        no_unlearning_reason: Reason why the statistics of a client cannot be subtracted. None: they can be subtracted.
         rank: Number of rows of b in an upload, or None for all rows.
     """
 
