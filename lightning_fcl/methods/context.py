@@ -247,7 +247,7 @@ class Server:
     Example:
         >>> begun, state = {"w": torch.zeros(1)}, {"w": torch.ones(1)}
         >>> server = Server(begun, state, {}, 0.5, L.LightningModule(), torch.Generator())
-        >>> {name: (value + server.previous_state[name]) / 2 for name, value in server.state.items()}  # mean of both states
+        >>> {name: (value + server.previous_state[name]) / 2 for name, value in server.state.items()}  # their mean
         {'w': tensor([0.5000])}
     """
 

@@ -58,9 +58,9 @@ class GEM(Episodic):
 
     In each step, GEM changes the gradient so that, to first order, the step does not raise the loss of any past task. A
     client stores samples of each of its tasks (experiences). g_i is the gradient of the samples of past task i at the
-    current parameters. The gradient g of the step becomes the nearest g' with ``<g', g_i> >= 0`` for all past tasks (eq. 11,
-    see `lightning_fcl.methods.projection.project`). The stored samples never leave the client, and it uploads the same
-    tensors as in FedAvg.
+    current parameters. The gradient g of the step becomes the nearest g' with ``<g', g_i> >= 0`` for all past tasks
+    (eq. 11, see `lightning_fcl.methods.projection.project`). The stored samples never leave the client, and it uploads
+    the same tensors as in FedAvg.
 
     After each round in which a client trains, GEM selects the stored samples of the current task again, at random and
     in proportion to the classes. If `memory_size` permits, each class has at least one sample. If the rounds of a task
