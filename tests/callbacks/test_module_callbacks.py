@@ -61,7 +61,7 @@ class Module(L.LightningModule):
 
 @pytest.mark.may(
     "Submodules that are callbacks, such as a pre-processor or an evaluator of anomalib",
-    "Their hooks run on the training batches of each client and on the batches of `ContinualMetrics`.",
+    "The hooks of these submodules run on the training batches of each client and on batches of `ContinualMetrics`.",
 )
 def test_callbacks_within_module_metrics_equal_plain_test(fit, quiet):
     stream = FederatedStream.from_arrays(

@@ -179,7 +179,7 @@ CASES = {
 
 @pytest.mark.may(
     "Outputs with one logit, several labels, regression values, masks, dicts or graphs",
-    "`ContinualMetrics` reports the values that `test_step` logs. They equal the values of torchmetrics.",
+    "`ContinualMetrics` reports the values that `test_step` logs. These values equal the values of torchmetrics.",
 )
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("strategy", [None, "auto"])

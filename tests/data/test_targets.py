@@ -38,7 +38,7 @@ class Two(L.LightningDataModule):
         return DataLoader(Subset(self.data, range(50, 64)), batch_size=8)
 
 
-@pytest.mark.may("Whole-number targets with a floating-point dtype", "The targets are not classes.")
+@pytest.mark.may("Whole-number targets with a floating-point dtype", "The targets are not treated as classes.")
 @pytest.mark.parametrize("kind", [lambda data: data, Two])
 def test_whole_floating_targets_are_not_classes(kind):
     stream = stream_of(kind(TensorDataset(X, 15.0 + 5 * Y)))
@@ -47,7 +47,8 @@ def test_whole_floating_targets_are_not_classes(kind):
 
 
 @pytest.mark.may(
-    "`classes=[...]` or `classes=()`", "The stream uses the given class names. With `()`, targets are not classes."
+    "`classes=[...]` or `classes=()`",
+    "The stream uses these class names. With `()`, targets are not treated as classes.",
 )
 @pytest.mark.parametrize("kind", [lambda data: data, Two])
 def test_classes_can_be_named_or_empty(kind):

@@ -68,7 +68,7 @@ class Counts(L.LightningModule):
         return optimizer if self.make is None else self.make(self, optimizer)
 
 
-@pytest.mark.may("`trainer.num_training_batches`", "The number of batches of the client in the round.")
+@pytest.mark.may("`trainer.num_training_batches`", "This value is the number of batches of the client in the round.")
 def test_num_training_batches_counts_batches_of_the_client(fit):
     module, outside = Counts(), []
 
@@ -122,8 +122,8 @@ ASKED = {
 
 @pytest.mark.may(
     "`trainer.estimated_stepping_batches` or the length of `train_dataloader()`",
-    "The optimizer steps or batches of one client in a round. "
-    "Raises an error if clients have different numbers of batches.",
+    "These values are the numbers of optimizer steps and of batches of one client in a round. "
+    "They raise an error if clients have different numbers of batches.",
 )
 @pytest.mark.parametrize("asked", ASKED)
 @pytest.mark.parametrize("accumulate", [1, 4])

@@ -78,7 +78,8 @@ def differ(left, right):
 
 
 @pytest.mark.argument(
-    "accumulate_grad_batches", "Supported. Counts the batches of one client. The last group of a client may be smaller."
+    "accumulate_grad_batches",
+    "Supported. Counts the batches of one client. The last step of a client may use fewer batches.",
 )
 @pytest.mark.seconds
 @pytest.mark.parametrize("max_vectorized_clients", [1, 2, "auto"])

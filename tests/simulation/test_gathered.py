@@ -109,7 +109,7 @@ class Sums(Gaussian):
 @pytest.mark.may(
     "Values that steps gather and a hook writes to the state at the end of a round",
     "A warning names the attributes, and a deployment rejects the module. "
-    "The values reach the server's model without being counted as uploads.",
+    "The server's model then depends on values that are not counted as uploads.",
 )
 @pytest.mark.parametrize(("kind", "name"), [(Gaussian, "embeddings"), (Bank, "bank.rows")])
 def test_gathered_values_written_to_state_warn_once(fit, caplog, kind, name):

@@ -94,7 +94,10 @@ def by_hand(clients, rounds, keeps):
     return server
 
 
-@pytest.mark.may("Several optimizers", "Supported with manual optimization. Each client starts with all of them.")
+@pytest.mark.may(
+    "Several optimizers",
+    "Supported with manual optimization. Each client starts with the same state of all optimizers.",
+)
 @pytest.mark.parametrize("keeps", [False, True])
 def test_several_optimizers_equal_a_loop_in_plain_pytorch(fit, assert_same, keeps):
     module = GAN()

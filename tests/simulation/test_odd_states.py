@@ -82,7 +82,7 @@ def test_integers_beyond_double_precision_stay_exact(fit, make_stream):
     assert task.tag.tolist() == [2**62 + 12345, 5 + 2 * 2 * 3, -(2**60) - 1]
 
 
-@pytest.mark.may("Buffers made by `expand`", "They are averaged like other buffers.")
+@pytest.mark.may("Buffers made by `expand`", "These buffers are averaged like all other buffers.")
 def test_expanded_buffers_are_averaged(fit, make_stream):
     class Expanded(Base):
         def prepare(self):
@@ -152,7 +152,7 @@ class LateBuffer(Base):
 
 
 @pytest.mark.may(
-    "A `state_dict` with copies or missing trained tensors, or layers created in the first step",
+    "A `state_dict` that contains copies or omits trained tensors, and layers that are created in the first step",
     "Not supported. The aggregated state could not be loaded into the module.",
 )
 @pytest.mark.parametrize(

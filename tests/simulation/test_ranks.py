@@ -313,7 +313,7 @@ class SaysWhere(Own):
 @pytest.mark.seconds
 @pytest.mark.may(
     "`trainer.num_devices`, `global_rank` or `is_global_zero`",
-    "In hooks of a client's batches: the values of one process. In hooks at the end of an epoch: the real values.",
+    "Hooks of a client's batches get the values of one process. Hooks at the end of an epoch get the real values.",
 )
 @pytest.mark.parametrize("automatic", [True, False])
 def test_client_hooks_see_one_process_and_epoch_hooks_see_all(ranks, make_stream, tmp_path, automatic):

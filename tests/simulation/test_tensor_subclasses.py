@@ -111,7 +111,7 @@ KEEPING = {"keep_optimizer_state": True, "reductions": {"shift": "local"}}
 
 @pytest.mark.may(
     "Parameters or buffers of a subclass of `torch.Tensor`",
-    "They keep their class. The server, client states and checkpoints contain plain tensors.",
+    "The tensors of the module keep their class. The server, client states and checkpoints contain plain tensors.",
 )
 @pytest.mark.seconds
 @pytest.mark.parametrize("store", ["memory", "disk"])

@@ -58,7 +58,7 @@ def task():
     return Classifier(MLP([64, 16, 10]), 10, lambda params: torch.optim.SGD(params, lr=0.1))
 
 
-@pytest.mark.argument("accelerator", "Supported. Clients train on this device, and it holds the server's state.")
+@pytest.mark.argument("accelerator", "Supported. Clients train on this device, and the server's state is stored on it.")
 def test_accelerator_trains_clients(fit, make_stream, make_task, assert_same):
     devices = []
 
@@ -101,7 +101,8 @@ def test_min_epochs_is_minimum_number_of_rounds(fit, make_stream, make_task, ass
 
 @pytest.mark.argument("max_steps", "Not supported. The fit would end within a round. Use `max_epochs`, in rounds.")
 @pytest.mark.argument(
-    "min_steps", "Not supported. The number of steps of a round depends on the vectorized clients. Use `min_epochs`."
+    "min_steps",
+    "Not supported. The number of steps of a round depends on the number of vectorized clients. Use `min_epochs`.",
 )
 @pytest.mark.argument(
     "val_check_interval",
@@ -151,7 +152,7 @@ def test_evaluation_limits_apply_to_batches(fit, task, digits, stage):
 
 @pytest.mark.argument(
     "num_sanity_val_steps",
-    "Supported. Number of validation batches before the first round. They do not change the result.",
+    "Supported. Number of validation batches before the first round. This validation does not change the result.",
 )
 @pytest.mark.parametrize("steps", [0, 1, -1])
 def test_num_sanity_val_steps_does_not_change_training(fit, task, digits, assert_same, steps):
@@ -305,7 +306,9 @@ def test_barebones_trains_equally(fit, make_stream, make_task, assert_same):
 
 @pytest.mark.seconds
 @pytest.mark.argument("sync_batchnorm", "Supported. Has no effect, because each batch of a client is in one process.")
-@pytest.mark.argument("use_distributed_sampler", "Supported. Has no effect, because each process trains other clients.")
+@pytest.mark.argument(
+    "use_distributed_sampler", "Supported. Has no effect, because each process trains different clients."
+)
 @pytest.mark.parametrize("arguments", [{"sync_batchnorm": True}, {"use_distributed_sampler": False}], ids=str)
 @pytest.mark.parametrize("devices", [1, 2])
 def test_sync_batchnorm_and_sampler_arguments_do_not_change_results(

@@ -231,8 +231,8 @@ LIBRARIES = (monai, hugging_face, albumentations, torch_geometric, torch_geometr
 
 
 @pytest.mark.may(
-    "Batches of `MetaTensor`, graphs, dataclasses, or padded to the longest sample",
-    "Clients get the same batches as from the library's own loader.",
+    "Batches of `MetaTensor` objects, graphs or dataclasses, and batches that are padded to the longest sample",
+    "Clients train on the batches that the loader of the third-party library returns.",
 )
 @pytest.mark.parametrize("clients", [1, 2])
 @pytest.mark.parametrize("make", LIBRARIES, ids=lambda make: make.__name__)

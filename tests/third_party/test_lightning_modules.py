@@ -230,7 +230,7 @@ def test_one_client_round_equals_plain_trainer_epoch(name, federated, plain, ass
 
 @pytest.mark.may(
     "Training as in a plain Trainer, with several clients",
-    "The server state is the weighted mean of the states that plain Trainers give for the clients.",
+    "The server state equals the weighted mean of the states after training each client in a plain Trainer.",
 )
 @pytest.mark.parametrize("name", STRANGERS)
 def test_two_client_rounds_equal_hand_written_fedavg(name, federated, by_hand, assert_alike):
@@ -273,7 +273,7 @@ def test_gradient_checkpointing_with_dropout_equals_without(clients, federated, 
 
 @pytest.mark.may(
     "Frozen parameters, also if they are frozen temporarily",
-    "Clients do not transmit parameters while these are frozen.",
+    "Clients do not upload a parameter while the parameter is frozen.",
 )
 def test_frozen_parameters_unchanged_and_not_uploaded(federated):
     stranger = lora()
