@@ -128,8 +128,8 @@ def test_clients_without_data_are_skipped_and_recorded(fit, make_stream, make_ta
     assert [list(record.upload_bytes) for record in records.rounds] == [["a"], ["b", "c"]]
 
 
-@pytest.mark.argument("callbacks", "Supported. Hooks see the server's model before and after a round.")
-@pytest.mark.callback("Callback", "Supported. Your callback sees the server's model before and after a round.")
+@pytest.mark.argument("callbacks", "Supported. In hooks before and after a round, the module has the server's state.")
+@pytest.mark.callback("Callback", "Supported. In hooks before and after a round, the module has the server's state.")
 @pytest.mark.parametrize("validation", [0.0, 0.2])
 def test_server_state_is_in_module_before_validation_and_epoch_end(fit, make_stream, make_task, validation):
     places = []
