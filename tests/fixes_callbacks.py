@@ -157,6 +157,6 @@ ROWS |= {
         lambda lab, callbacks: fit_one_round(lab, task=Logs(True), callbacks=[*callbacks, ContinualMetrics()]),
         {"callbacks": [Rule()]},
         {"callbacks": []},
-        "Remove `Rule`, because `test_step` of `Logs` does not use its predictions.",
+        "Remove `Rule`, because the step of `Logs` does not use the predictions of `Rule`.",
     ),
 }

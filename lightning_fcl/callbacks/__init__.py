@@ -1,6 +1,6 @@
-"""Arguments of ``Trainer(callbacks=...)``: callbacks that prepare or observe a federation, and all methods.
+"""Callbacks for ``Trainer(callbacks=...)``: all methods, and callbacks that prepare or observe a federation.
 
-Callbacks of this package do not change the training of a client (see the package ``methods``), and do not run rounds.
+The methods come from the package ``methods``. The modules of this package contain the callbacks that are not methods.
 """
 
 import lazy_loader

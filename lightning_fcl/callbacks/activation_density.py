@@ -20,7 +20,7 @@ from lightning_fcl.tasks.reservoir import ReservoirTask
 
 # Number of test samples that run through the reservoir at once. This bounds the memory for the states.
 _BATCH = 128
-# Edges of the bins.
+# Edges of the histogram bins.
 _EDGES = np.linspace(-1, 1, 101)
 
 
@@ -28,12 +28,13 @@ class ActivationDensity(Callback):
     """Callback that records the density of the server's reservoir states on the test samples after each experience.
 
     The states are between -1 and 1. They are pooled over units, time steps and samples. ``record`` contains densities
-    over all test samples, over the samples of each group (a class or a domain), and over the samples of each owner. If
-    the stream's split selects test clients, the owners are these clients. These densities correspond to figures 3 and 5
-    of De Caro et al. (2023), "Decentralized plasticity in reservoir dynamical networks for pervasive environments".
+    over all test samples, and over the samples of each group (a class or a domain). If the dataset assigns its samples
+    to clients, ``record`` also contains densities over the test samples of each client, under the key ``"owners"``.
+    These densities correspond to figures 3 and 5 of De Caro et al. (2023), "Decentralized plasticity in reservoir
+    dynamical networks for pervasive environments".
 
     Raises:
-        ValueError: If the module has no reservoir, or the stream has no test samples.
+        ValueError: If the module is not a `ReservoirTask`, or the stream has no test samples.
 
     Example:
         >>> ActivationDensity().record
@@ -46,8 +47,7 @@ class ActivationDensity(Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if not isinstance(pl_module, ReservoirTask):
             raise InvalidValueError(
-                "Expected a module whose `reservoir` is an `EchoStateNetwork` for `ActivationDensity`, but got a "
-                f"`{type(pl_module).__name__}`.",
+                f"Expected a `ReservoirTask` for `ActivationDensity`, but got a `{type(pl_module).__name__}`.",
                 hint="Use a `ReservoirClassifier`, or remove the callback.",
                 argument="module",
                 value=type(pl_module).__name__,
@@ -120,5 +120,5 @@ def bin_indices(states: Tensor, bins: int) -> Tensor:
 
     As in `numpy.histogram`, the value 1 is in the last bin.
     """
-    # Double precision, so that rounding cannot move a state to another bin.
+    # Compute in double precision, so that rounding cannot move a state to a different bin.
     return states.double().add_(1).mul_(bins / 2).long().clamp_(0, bins - 1)

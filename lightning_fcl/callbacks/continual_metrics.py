@@ -44,19 +44,21 @@ _ALWAYS = ("upload_bytes", "download_bytes", "dropped", "no_data", "missed_sync"
 class ContinualMetrics(Callback):
     """Callback that tests the models of a federation on the stream's common test set, and records the results.
 
-    The server's model is tested after aggregation. ``record`` contains the number of correct predictions.
-    `lightning_fcl.evaluation.metrics.summarize` computes every metric from it. The server's accuracy is logged as
-    ``server/accuracy``. In a plain Trainer each epoch is a round, and the only model is ``"server"``.
+    The server's model is tested after aggregation. ``record`` contains the number of correct predictions for each
+    group of test samples. `lightning_fcl.evaluation.metrics.summarize` computes every metric from ``record``. The
+    server's accuracy is logged as ``server/accuracy``. In a plain Trainer each epoch is a round, and the only model is
+    ``"server"``.
 
     The measure depends on the module:
 
     - A module with ``configure_metrics()``, such as `Regressor`, is measured by these metrics instead of accuracy. The
-      name of a logged value is for example ``server/MSE``. Curves and matrices show the first metric.
+      name of a logged value is for example ``server/MSE``. Reports show the first metric in curves and matrices.
     - A custom LightningModule whose `forward` does not return logits of the classes is measured by the values that its
       `test_step` logs, or its `validation_step` if it has no `test_step`.
 
-    When the fit ends, the bytes of each client's state between rounds are recorded as ``client_state_bytes``. They
-    include client-local tensors, the state of methods and of an optimizer, and residuals of compressed uploads.
+    When the fit of a federation ends, the size of each client's state between rounds, in bytes, is recorded as
+    ``client_state_bytes``. The size includes client-local tensors, the state of methods and of an optimizer, and
+    residuals of compressed uploads.
 
     Args:
         clients: Clients whose models are tested in addition to the server's: ``"all"``, ``"none"``, or a list of ids.
@@ -65,9 +67,9 @@ class ContinualMetrics(Callback):
             - ``"trained"``: in each round. Tests each client's model after local training, before aggregation, and the
               server's model after aggregation.
             - ``"aggregated"``: after the last round of an experience. Tests the server's model, and the model that each
-              client would predict with: the server's model with client-local parameters, personalized by methods. If
-              this model differs from the server's, it is tested on the classes (or domains) of the client's experiences
-              so far.
+              client would predict with. This model is the server's model with the client-local parameters. Methods can
+              personalize it further. If a client's model differs from the server's, it is tested on the classes (or
+              domains) of the client's experiences so far.
             - ``"both"``: as ``"aggregated"``. In addition, tests each client's model before aggregation, after its last
               local training of an experience, on the same classes. Metrics such as ``average_accuracy_local`` need
               these tests.
@@ -77,7 +79,8 @@ class ContinualMetrics(Callback):
         evaluate_before_fit: Whether the server's model is also tested before the first round. Use it for streams whose
             experience 0 is a base session.
         lower_is_better: Names of the values logged by the module's own step for which lower is better. Default: names
-            that contain "loss" or "error". For a logged metric object, its ``higher_is_better`` decides.
+            that contain "loss" or "error". If the step logs a metric object, the ``higher_is_better`` attribute of the
+            object is used instead.
 
     Example:
         >>> ContinualMetrics(clients=["client1"]).clients
@@ -106,9 +109,9 @@ class ContinualMetrics(Callback):
         self._current: dict[str, Counts | Values] = {}
         # Results of the models of this round's clients after local training.
         self._own: dict[str, Counts | Values] = {}
-        # By later round, the clients that are expected to train in it.
+        # For each later round, the clients that are expected to train in that round.
         self._drawn: dict[int, set[str]] = {}
-        # Distinct sequences of the experience in each round. Clients can share a sequence.
+        # Each sequence contains the experience in each round. Clients that share a sequence share one entry.
         self._ways: list[tuple[int, ...]] = []
         self._test: Evaluator | StepEvaluator | None = None
         self._started = 0.0
@@ -263,7 +266,10 @@ class ContinualMetrics(Callback):
         return {ACCURACY.name: sum(counts) / sum(self.record["totals"])} if len(counts) == len(results) else {}
 
     def _aggregated(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, Counts | Values]:
-        """Return the results of the server, and of the clients whose experience ends with this round."""
+        """Return the results of the server, and of the clients whose experience ends with this round.
+
+        Return {} if no client's experience ends.
+        """
         federation, round_idx = find_federation(trainer), trainer.current_epoch
         stream = require_stream(trainer)
         candidate_clients = stream.plan.clients if self.clients == "none" else filter(self._tests, stream.plan.clients)
@@ -299,7 +305,7 @@ class ContinualMetrics(Callback):
         return self._evaluate(module, client, sorted({group for groups in seen_tasks for group in groups}))
 
     def _evaluate(self, module: L.LightningModule, model: str, groups: list[int] | None = None) -> Counts | Values:
-        """Return the results of a model on the test set, or only on some groups. Other groups are None."""
+        """Return the results of a model on the test set, or only on some groups. Untested groups have no result."""
         assert self._test is not None
         number, test = len(self.record["groups"]), self._test
         if "measures" in self.record:

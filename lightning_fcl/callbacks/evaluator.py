@@ -41,21 +41,21 @@ log = logging.getLogger(__name__)
 Counts: TypeAlias = list[int | None]
 """Number of correct predictions of each group. None for a group that was not tested."""
 Values: TypeAlias = dict[str, dict[str, float | None]]
-"""Value of each measure on the samples of some groups, by `group_name`. None if the measure is undefined there."""
+"""Values by the name of a metric, then by `group_name`. None: the metric is undefined for the samples of the groups."""
 
-# Inputs or outputs, targets, groups.
+# A batch: inputs or outputs, the targets, and the group of each sample.
 _Batch: TypeAlias = tuple[Any, Tensor, Tensor]
 
 _BATCH = 512
 # A lower value is better if the name of a metric contains one of these words.
 _LOWER = ("loss", "error")
 _LOG = "Call `self.log(name, value)` in that step."
-# Larger test sets of a dataset are read again for each evaluation.
+# Maximum size in bytes of the inputs that are cached. A larger test set is read again for each evaluation.
 _HELD_BYTES = 2**30
 
 
 def _placed(stream: FederatedStream, samples: IntArray, is_stackable: bool) -> tuple[str, IntArray, int]:
-    """Return the part of a stream that contains some samples, the group of each sample, and the number of groups."""
+    """Return the name of the split of some samples, the group of each sample, and the number of groups."""
     split_name = "validation" if samples is stream.plan.validation else "test"
     if is_stackable:
         return split_name, np.zeros(len(samples), dtype=np.int64), 1
@@ -64,7 +64,10 @@ def _placed(stream: FederatedStream, samples: IntArray, is_stackable: bool) -> t
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Evaluator of models on test samples by their outputs. ``cached_samples`` are inputs and targets in memory."""
+    """Evaluator that compares a model's outputs with the targets of test samples.
+
+    ``cached_samples`` are inputs and targets in memory. None: the samples are read in each evaluation.
+    """
 
     stream: FederatedStream
     rows: IntArray
@@ -79,8 +82,9 @@ class Evaluator:
     ) -> Evaluator:
         """Create an evaluator for some samples of a stream.
 
-        Samples in memory, and samples of a dataset up to 1 GiB, are cached on the device. With ``is_stackable``, all
-        samples are in one group.
+        Samples that the stream stores in memory are cached on the device. Samples that are read from a dataset are
+        cached if their inputs are tensors of one shape and at most 1 GiB in total. With ``is_stackable``, all samples
+        are in one group.
         """
         split_name, group, groups = _placed(stream, samples, is_stackable)
         tester = cls(stream, samples, torch.from_numpy(group).to(device), groups, split_name)
@@ -148,7 +152,7 @@ class Evaluator:
                     yield module(inputs), label, groups
 
     def count_correct(self, module: L.LightningModule, ranks: Ranks = SINGLE_RANK) -> tuple[Counts, int]:
-        """Return the correct predictions of each group over all ranks, and the number of predictions per sample."""
+        """Return the number of correct predictions of each group over all ranks, and of predictions per sample."""
         counts, steps = torch.zeros(self.num_groups, dtype=torch.long, device=module.device), 1
         for output, label, groups in self._outputs(module, ranks.num_ranks, ranks.rank):
             prediction = to_predictions(output)
@@ -163,12 +167,12 @@ class Evaluator:
     def describe_metrics(
         self, module: L.LightningModule, lower_is_better: Sequence[str] | None
     ) -> list[dict[str, Any]]:
-        """Return the name and the direction of each metric for the record. Empty if the measure is accuracy."""
+        """Return the ``name`` and ``higher_is_better`` of each metric. Empty if the measure is accuracy."""
         metrics = module.configure_metrics() if isinstance(module, HasMetrics) else {}
         return [{"name": name, "higher_is_better": bool(metric.higher_is_better)} for name, metric in metrics.items()]
 
     def evaluate(self, module: L.LightningModule, group_sets: Iterable[Sequence[int]], names: Sequence[str]) -> Values:
-        """Return the module's metrics on each set of groups. Samples of the groups in a set are evaluated together."""
+        """Return the module's metrics on each set of groups. All samples of a set are evaluated together."""
         assert isinstance(module, HasMetrics)
         batches = [(output.cpu(), label.cpu(), where.cpu()) for output, label, where in self._outputs(module)]
         outputs, targets, group = (torch.cat(column) for column in zip(*batches, strict=True))
@@ -183,14 +187,17 @@ class Evaluator:
 
 
 def to_predictions(outputs: Tensor) -> Tensor:
-    """Return the class with the largest output of each sample. NumPy on a CPU is 10 times as fast as PyTorch."""
+    """Return each sample's class with the largest output.
+
+    On a CPU, `argmax` of NumPy is 10 times as fast as that of PyTorch.
+    """
     if outputs.dtype is torch.float32 and outputs.device.type == "cpu":
         return torch.from_numpy(outputs.numpy().argmax(axis=-1))
     return outputs.argmax(dim=-1)
 
 
 def _measure(metric: Any, outputs: Tensor, targets: Tensor) -> float | None:
-    """Return the value of a metric on predictions. None if it is undefined, such as R2 of a single sample."""
+    """Return the value of a metric on predictions. None if the value is undefined, such as R2 of a single sample."""
     targets = targets.to(outputs.dtype)
     # The targets may have one value per sample, for a single output or for all time steps.
     while targets.dim() < outputs.dim():
@@ -209,7 +216,10 @@ def _measure(metric: Any, outputs: Tensor, targets: Tensor) -> float | None:
 
 
 def evaluation_groups(tasks: Tasks, groups: int) -> list[tuple[int, ...]]:
-    """Return the sets of groups to evaluate together: each group, all groups, each task, and the tasks so far."""
+    """Return the sets of groups to evaluate together.
+
+    The sets are each single group, all groups, each task, and for each task all groups up to this task.
+    """
     learnt: set[int] = set()
     parts = [(group,) for group in range(groups)] + [tuple(range(groups))]
     for task in tasks:
@@ -219,7 +229,10 @@ def evaluation_groups(tasks: Tasks, groups: int) -> list[tuple[int, ...]]:
 
 
 def _stage_of(module: L.LightningModule) -> str | None:
-    """Return the stage whose step is custom: ``"test"``, otherwise ``"validation"``. None if there is no such step."""
+    """Return "test" if a user defines `test_step`, otherwise "validation" if a user defines `validation_step`.
+
+    Return None if a user defines neither of them.
+    """
     for stage in ("test", "validation"):
         step = getattr(type(module), f"{stage}_step")
         if is_overridden(f"{stage}_step", module) and not step.__module__.startswith("lightning_fcl."):
@@ -245,7 +258,7 @@ class StepEvaluator:
     group: IntArray
     num_groups: int
     split_name: str
-    # Names of the groups whose missing metrics were already logged as a warning.
+    # Sets of groups for which the warning about missing metrics was already logged.
     warned_metrics: set[str] = field(default_factory=set)
 
     @classmethod
@@ -261,7 +274,7 @@ class StepEvaluator:
         return sizes
 
     def evaluate(self, module: L.LightningModule, group_sets: Iterable[Sequence[int]], names: Sequence[str]) -> Values:
-        """Return the logged metrics with these names on each set of groups. A set is evaluated in one run."""
+        """Return the values that the step logs under ``names``, for each set of groups. Each set is one evaluation."""
         values: Values = {name: {} for name in names}
         for group_set in group_sets:
             rows, metric_values = self.rows[np.isin(self.group, group_set)], dict[str, float | None]()
@@ -272,7 +285,9 @@ class StepEvaluator:
                 except ValueError as error:
                     if group_name(group_set) not in self.warned_metrics:
                         log.warning(
-                            "Found no metrics for the test samples of group %s alone: %s", group_name(group_set), error
+                            "Could not compute metrics on the test samples of group %s: %s",
+                            group_name(group_set),
+                            error,
                         )
                         self.warned_metrics.add(group_name(group_set))
             for name in names:
@@ -317,7 +332,7 @@ class StepEvaluator:
     def describe_metrics(
         self, module: L.LightningModule, lower_is_better: Sequence[str] | None
     ) -> list[dict[str, Any]]:
-        """Run the step on a few samples. Return the name and the direction of each logged metric for the record."""
+        """Run the step on a few samples. Return the ``name`` and ``higher_is_better`` of each logged metric."""
         step = f"`{type(module).__name__}.{_stage_of(module)}_step`"
         metrics = self._run(module, few_samples(self.rows))[1].metrics
         if not metrics:
@@ -352,7 +367,7 @@ def is_evaluated_by_step(module: L.LightningModule, stream: FederatedStream, sam
     """Return whether a module is evaluated by its own step instead of `configure_metrics` or accuracy of its logits.
 
     Raises:
-        ValueError: If neither its logits nor its step can be used.
+        ValueError: If neither the module's logits nor its step can be used.
     """
     if isinstance(module, HasMetrics):
         return False
@@ -365,7 +380,7 @@ def is_evaluated_by_step(module: L.LightningModule, stream: FederatedStream, sam
         return obstacle is not None
     mend = f"Define `test_step(self, batch, batch_idx)` to measure something other than accuracy. {_LOG}"
     if has_step:
-        mend = f"Remove `{ruling[0]}`, because `test_step` of `{name}` does not use its predictions."
+        mend = f"Remove `{ruling[0]}`, because the step of `{name}` does not use the predictions of `{ruling[0]}`."
     raise InvalidValueError(
         f"Expected `{name}` to return logits of shape (batch, {stream.num_classes or 'classes'}) to measure accuracy, "
         f"but {obstacle}.",

@@ -118,12 +118,12 @@ class BaseSession(Callback):
 
     1. The whole network is trained on the stream's pre-training classes, with a temporary classifier.
     2. The whole network is trained on the classes of the base session, with a new classifier that starts at zero. The
-       rows of later classes are not trained, so that all later classes start equal.
+       weights of later classes are not trained, so that all later classes start with the same weights.
     3. Batch normalization is folded, and the backbone is frozen. An int8 backbone is calibrated on images of both
        steps. After that, only ``model.head`` is trained.
 
-    A resumed fit and `test` only create the structure, because the checkpoint contains the values. To let devices send
-    only the head, set ``reductions={"model.backbone.*": "constant"}`` in the strategy.
+    A resumed fit and `Trainer.test` only change the structure of the network as in step 3, because the checkpoint
+    contains the values. To upload only the head, set ``reductions={"model.backbone.*": "constant"}`` in the strategy.
 
     Args:
         pretrain_epochs: Number of passes over the pre-training samples. 0 skips step 1.
@@ -135,8 +135,8 @@ class BaseSession(Callback):
         backbone: Precision of the frozen backbone: ``"int8"``, or ``"float"`` for fp32.
         precompute_latents: Whether the feature maps of the backbone are computed once for all samples, before the first
             round. The result is the same. `Replay` then stores feature maps.
-        cache_dir: Folder where trained networks are cached for other runs. Such runs have the same settings of steps 1
-            and 2, seed, data and initial network. None: no cache.
+        cache_dir: Folder that caches the trained network. Another run loads the network if its settings of steps 1 and
+            2, its seed, its data and its initial network are equal. None: no cache.
 
     Raises:
         ValueError: If an argument is out of range, the stream has no base session, or the network has no ``backbone``
@@ -227,7 +227,7 @@ class BaseSession(Callback):
         if self.precompute_latents and early:
             raise InvalidValueError(
                 f"Expected `{early[0]}(include_base=True)` after `BaseSession(precompute_latents=True)` among the "
-                "callbacks, because it stores feature maps, but got it before.",
+                f"callbacks, because `{early[0]}` then stores feature maps, but got `{early[0]}` before it.",
                 hint=f"Put `{early[0]}` after `BaseSession` in `callbacks`.",
                 argument="callbacks",
                 value=early[0],
@@ -279,7 +279,7 @@ class BaseSession(Callback):
             self._fit(network, stream, stream.plan.base_samples, self.epochs, 0, classes, outer)
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            # Other processes may write the same base session.
+            # Other processes may write the same base session at the same time.
             write_atomic(path, save({name: value.contiguous() for name, value in network.state_dict().items()}))
 
     def _fit(

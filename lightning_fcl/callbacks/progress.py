@@ -34,7 +34,7 @@ class FederatedProgressBar(ProgressBar):
         self._bar: Progress | None = None
         self._task: TaskID
         self._enabled = True
-        # Total number of client trainings before each round.
+        # Number of client trainings before each round, in all earlier rounds together.
         self._done: list[int] = []
         self._lost = 0
 

@@ -23,10 +23,10 @@ class EpochLog:
     """Replacement for a module's `log` that collects the values that Lightning would reduce at the end of an epoch."""
 
     def __init__(self) -> None:
-        # By name. None for plain numbers.
+        # The logged metric objects by name. None for a name with plain numbers.
         self.metrics: dict[str, Metric | None] = {}
         self.batch: Batch = None
-        # By name, the values and the sizes of their batches.
+        # Logged values by name, each with the size of its batch.
         self.scalar_values: dict[str, list[tuple[Tensor, int]]] = {}
         self.reductions: dict[str, str] = {}
 
@@ -51,7 +51,7 @@ class EpochLog:
         self.reductions[name] = reduce_fx if isinstance(reduce_fx, str) else reduce_fx.__name__
 
     def value(self, name: str) -> float | None:
-        """Return the reduced value of a name. None if the value is non-finite."""
+        """Return the reduced value that was logged under a name. None if the value is non-finite."""
         if (metric := self.metrics[name]) is not None:
             value = _one_number(name, metric.compute())
         else:
@@ -62,7 +62,8 @@ class EpochLog:
 class RoundLog:
     """Replacement for a module's `log` during training that reduces values of a round over all processes.
 
-    Values for the whole round are collected, and logged at its end. With a single process, the module is unchanged.
+    Values that a training batch logs with ``on_epoch=True`` are collected, and logged at the end of the round. With a
+    single process, the module is unchanged.
     """
 
     def __init__(self, module: L.LightningModule, ranks: Ranks) -> None:
@@ -78,7 +79,7 @@ class RoundLog:
             del self._module.log
 
     def start_batch(self, batch: Batch) -> None:
-        """Set the batch that is trained on. None after the batch."""
+        """Set the current training batch. None: no batch is being trained."""
         self._kept.batch = batch
 
     def _keep(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -140,6 +141,6 @@ def _one_number(name: str, value: Any) -> Tensor:
 
 
 def _reduced(numbers: Sequence[tuple[Tensor, int]], reduction: str) -> Tensor:
-    """Reduce values of batches with the given sizes as Lightning does."""
+    """Return the reduction of values, computed as Lightning does. Each value has the size of its batch."""
     values, sizes = zip(*numbers, strict=True)
     return METRIC_REDUCTIONS[reduction](torch.stack([value.cpu().double() for value in values]), torch.tensor(sizes))
