@@ -130,7 +130,7 @@ def check_checkpoint(
     if other:
         differences = "; ".join(f"{name} was {before}, is {now}" for name, (before, now) in other.items())
         raise InvalidValueError(
-            f"Expected a checkpoint with the settings of this run, but {path} has other settings: {differences}.",
+            f"Expected a checkpoint with the settings of this run, but {path} has different settings: {differences}.",
             hint="Resume with the settings of the checkpoint, or start without `ckpt_path`.",
             argument=min(other),
             value=other[min(other)][0],
@@ -139,7 +139,7 @@ def check_checkpoint(
 
 
 def check_version(checkpoint: Mapping[str, Any], path: object) -> None:
-    """Raise ValueError if a checkpoint is older than Lightning 2: Lightning would try to migrate it before reading."""
+    """Raise ValueError if Lightning 2 has not written a checkpoint. Lightning migrates older ones before reading."""
     version = checkpoint.get("pytorch-lightning_version")
     if not isinstance(version, str) or not re.fullmatch(r"2\.\d+\.\d+[\w.+-]*", version):
         raise InvalidValueError(
@@ -150,9 +150,9 @@ def check_version(checkpoint: Mapping[str, Any], path: object) -> None:
 
 
 def check_same_settings(saved_settings: Mapping[str, Any], current_settings: Mapping[str, Any], path: object) -> None:
-    """Raise ValueError if optimizers or schedulers have other settings than in a checkpoint.
+    """Raise ValueError if the settings of optimizers or schedulers differ from the settings in a checkpoint.
 
-    Without this check, Lightning silently uses the hyperparameters of the checkpoint instead of the current ones.
+    Without this check, Lightning silently uses the hyperparameters of the checkpoint instead of the current values.
 
     Args:
         saved_settings: The settings in the checkpoint, as returned by `get_settings`.
@@ -169,7 +169,7 @@ def check_same_settings(saved_settings: Mapping[str, Any], current_settings: Map
         ]
         if other:
             raise InvalidValueError(
-                f"Expected a checkpoint with the settings of this run, but {path} has other settings: "
+                f"Expected a checkpoint with the settings of this run, but {path} has different settings: "
                 f"{'; '.join(sorted(other))}.",
                 hint="Resume with the settings of the checkpoint, or start without `ckpt_path`.",
                 argument=kind,
@@ -179,7 +179,7 @@ def check_same_settings(saved_settings: Mapping[str, Any], current_settings: Map
 
 
 def _check_contents(checkpoint: Mapping[str, Any], path: object) -> None:
-    """Raise ValueError if a checkpoint lacks a state without which training would silently start again."""
+    """Raise ValueError if a checkpoint lacks a required state. Training would silently start from the beginning."""
     for name, kind in CHECKPOINT_FIELDS.items():
         if not isinstance(checkpoint.get(name), kind):
             raise InvalidValueError(

@@ -131,9 +131,9 @@ def is_data(value: object) -> bool:
 
 
 def drop_objects(checkpoint: dict[str, Any]) -> list[str]:
-    """Remove hyperparameters that are objects from a checkpoint, and return their names.
+    """Remove hyperparameters that cannot be read without running code from a checkpoint. Return their names.
 
-    A checkpoint with such objects could not be read.
+    `torch.load` with ``weights_only=True`` could not read a checkpoint with these hyperparameters.
     """
     dropped_names: list[str] = []
     for key in ("hyper_parameters", "datamodule_hyper_parameters"):

@@ -1,4 +1,4 @@
-"""Atomic writing of checkpoint files, and reading them."""
+"""Plugin that writes checkpoint files atomically and reads them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from lightning_fcl.io.reading import open_file
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes each checkpoint to a temporary file in the same folder, and then renames the file.
+    """Plugin that writes each checkpoint to a temporary file in the same folder, and then renames the file.
 
-    Lightning moves a checkpoint from the system's temporary folder. If this folder is on another disk, the move is a
-    copy, and a killed process or a full disk leaves an incomplete file. Remote paths, such as ``s3://...``, are
-    written by Lightning.
+    Lightning writes a checkpoint to the system's temporary folder, and then moves the file. If this folder is on
+    another disk, the move is a copy, and a killed process or a full disk leaves an incomplete file. For remote paths,
+    such as ``s3://...``, this plugin calls Lightning's plugin.
 
-    A run folder has its record of rounds in a separate file. A checkpoint in the run folder then contains the size and
+    In a run folder, a separate file contains the record of rounds. A checkpoint in the run folder contains the size and
     the checksum of that file instead of the record.
 
     Args:
@@ -48,7 +48,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         write_atomic(file, content.getvalue())
 
     def load_checkpoint(self, path: Any, *arguments: Any, **options: Any) -> Any:
-        """Load a checkpoint, and put the record of its run into it."""
+        """Load a checkpoint. If the record of its run is in a separate file, insert the record into the checkpoint."""
         if _is_remote(path):
             return super().load_checkpoint(path, *arguments, **options)
         with open_file(path) as checkpoint_file:
@@ -65,7 +65,7 @@ def _is_remote(path: object) -> bool:
 
 
 def _with_records(checkpoint: Any, sign: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """Return a checkpoint in which ``change`` is applied to each callback's record that has the key ``sign``."""
+    """Return a checkpoint. ``change`` is applied to the record of each callback if the record has the key ``sign``."""
     states = checkpoint.get("callbacks") if isinstance(checkpoint, dict) else None
     if not isinstance(states, dict):
         return checkpoint

@@ -35,13 +35,15 @@ class ClientGroup:
 
     Args:
         federation: The federation.
-        local_trainer: Trains the clients.
+        local_trainer: The object that trains the clients.
         batches_per_step: Number of batches per optimizer step.
         clients: The clients.
-        replayed: Returns the replay samples that are added to a client's batches. None: no method has replay samples.
+        replayed: Function that returns the replay samples that are added to a client's batches. None: no method has
+            replay samples.
         local_epochs: Each client's number of local epochs, shape (clients,).
         batches_per_epoch: Each client's number of batches per local epoch, shape (clients,).
-        index: Positions of the samples of each batch, shape (clients, steps, batch), from `plan_group_batches`.
+        index: Indices of the samples in each batch, shape (clients, steps, batch), from `plan_group_batches`. A
+            client's own samples have the first indices, and its replay samples have the indices after them.
         sample_lengths: Number of samples in each batch, shape (clients, steps).
     """
 
@@ -60,7 +62,7 @@ class ClientGroup:
         self._stream = federation.stream
         self._seed = federation.seed
         self._every = batches_per_step
-        # `StepTrainer` gets unpadded batches as lists of `ShapeGroup`, each with the clients of one batch size.
+        # A `StepTrainer` gets unpadded batches. Each batch is a list with a `ShapeGroup` for each shape of batches.
         self._stacked, self._alike = local_trainer.is_stacked, isinstance(local_trainer, StepTrainer)
         self.clients = clients
         self.received: Sequence[State] = ()  # the state that each client downloaded at the start of the round
@@ -156,8 +158,8 @@ class ClientGroup:
         """Yield batches of samples that are in memory."""
         rows, places = np.concatenate(self._rows), self._places()
         rehearsed, pool = self.clients.num_replay_samples, None
-        # Samples that are used repeatedly are copied to one pool, unless they are stored as pixels, which need less
-        # memory than the copy.
+        # Samples that are used in several epochs are copied to one pool. Samples stored as pixels are copied only if
+        # there are replay samples, because pixels need less memory than the copy.
         seen_again = self._epochs.max() > 1 and self._stream.samples.scale is None
         if seen_again or (rehearsed is not None and rehearsed.any()):
             pool = concat_nested([self._stream.get_samples(rows), *(own.samples for own in extra if len(own))])
@@ -183,7 +185,7 @@ class ClientGroup:
             yield batch
 
     def _each(self, batch: Any, step: int) -> Iterator[tuple[int, Any]]:
-        """Yield the number of each client, and the client's part of a batch as views."""
+        """Yield for each client its number in the group and its part of a batch. The parts are views."""
         if self._alike:
             parts = ((row, one.batch, at) for one in batch for at, row in enumerate(one.rows.tolist()))
         elif self._stacked:
@@ -207,7 +209,7 @@ class ClientGroup:
     def _mixed(self, batch: Batch, extra: JoiningSamples, row: int, step: int) -> Any:
         """Return a client's batch with its replay samples.
 
-        If a method has replay samples, all batches are plain tensors, also batches without replay samples.
+        If a method has replay samples, all batches are plain tensors, including batches without replay samples.
         """
         if self._replayed is not None:
             batch = plain_samples(batch)
@@ -215,7 +217,7 @@ class ClientGroup:
         return concat_nested([batch, self._take(extra, joining, row, step)]) if len(joining) else batch
 
     def _joining(self, row: int, step: int) -> Tensor:
-        """Return the numbers of the replay samples in a client's batch. Replay samples are last in the batch."""
+        """Return the indices of the replay samples in a client's batch. Replay samples are last in the batch."""
         sample_indices, num_own_samples = self._chosen(row, step), self.clients.num_samples[row]
         return torch.from_numpy(sample_indices[sample_indices >= num_own_samples] - num_own_samples)
 
@@ -223,7 +225,7 @@ class ClientGroup:
         return extra.take(joining, self._seed, self.clients.client_ids[row], self.clients.round_idx, step)
 
     def _transform(self, batch: Any, extra: JoiningSamples, row: int, step: int) -> None:
-        """Replace the replay samples in a client's batch, in place, by transformed replay samples."""
+        """Replace the replay samples in a client's batch by transformed replay samples, in place."""
         if extra.is_transformed and len(joining := self._joining(row, step)):
             length = int(self._lengths[row, step])
             write_samples(batch, torch.arange(length - len(joining), length), self._take(extra, joining, row, step))
@@ -236,7 +238,10 @@ class ClientGroup:
         return int(step // self._per_epoch[row])
 
     def _places(self) -> IntArray:
-        """Return the positions of the batches' samples in the pool: the samples of all clients, then replay samples."""
+        """Return the positions in the pool of each batch's samples.
+
+        The pool contains the samples of all clients, and then the replay samples of all clients.
+        """
         if len(self.clients) == 1:
             return self._index
         sizes, counts = self.clients.num_samples, self.clients.num_trained_samples - self.clients.num_samples

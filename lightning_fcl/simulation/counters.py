@@ -17,27 +17,27 @@ from lightning_fcl.simulation.client_group import ClientGroup
 from lightning_fcl.simulation.multiprocess import RanksStrategy
 
 Users = Mapping[str, Set[int]]
-"""The ids of the modules and callbacks whose hooks are written by a user, by the name of the hook."""
+"""For the name of each hook, the ids of the modules and callbacks in which a user has defined the hook."""
 
 _SAME: AbstractContextManager[None] = nullcontext()
 
 
 class ClientCounters:
-    """The counters that the module's hooks and users' callbacks see while a client trains.
+    """The counters that the module's hooks and users' callbacks read while a client trains.
 
     The client's counters start at 0, as in a new Trainer that has only the data of this client. Lightning's loops and
-    bookkeeping use the counters of all clients. This class switches the Trainer between the two. By default the Trainer
-    has the counters of all clients; within `client` it has the client's counters. Changes that are made within `client`
-    also change the counters of all clients.
+    bookkeeping use the counters of all clients. This class switches the Trainer between the two sets of counters. By
+    default the Trainer has the counters of all clients. Within `client` it has the client's counters. Changes that are
+    made within `client` also change the counters of all clients.
 
-    Clients of one vectorized step share their counters. Their number of batches is the number of batches of the client
-    with the most batches.
+    The clients of one vectorized step share one set of counters. The counters count the batches of the client with the
+    most batches.
 
     Attributes:
         shown: Whether the Trainer currently has the client's counters.
         batches: Number of the client's batches in the round, valid while ``shown``.
-        users: The modules and callbacks whose hooks see the client's counters in the current round.
-        schedules: The schedulers by step and by round, which hooks of a client see.
+        users: The modules and callbacks whose hooks read the client's counters in the current round.
+        schedules: All learning rate schedulers. Hooks read them while a client trains.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class ClientCounters:
         Args:
             trainer: The Trainer.
             client_group: The clients.
-            local_steps: Their optimizer steps.
+            local_steps: The optimizer steps of these clients.
             optimizers: The module's optimizers.
         """
         self.end()
@@ -98,7 +98,7 @@ class ClientCounters:
         self._client_group, self._starts = None, []
 
     def client(self) -> AbstractContextManager[None]:
-        """Temporarily show the client's counters and a single process, if a client trains."""
+        """Temporarily show the client's counters, and 1 as the number of processes, if a client trains."""
         return _SAME if self.shown or self._client_group is None else self._client
 
     def totals(self) -> AbstractContextManager[None]:
@@ -106,7 +106,7 @@ class ClientCounters:
         return self._totals if self.shown else _SAME
 
     def end_batch(self) -> None:
-        """Save the learning rates before the hooks of a client's last batch: changes must not affect other clients."""
+        """Save the learning rates at a client's last batch, before hooks can change them for other clients."""
         if self._client_group is not None and self._client_group.last_batch:
             self._local_steps.end_batches(self._optimizers)
 
@@ -133,14 +133,17 @@ class ClientCounters:
             self.hide()
 
     def count_steps(self, trainer: L.Trainer, number: int) -> None:
-        """Count optimizer steps of other processes, which are not part of the client's counters."""
+        """Add optimizer steps of other processes to the Trainer's counters, but not to the client's counters."""
         count = step_counts(trainer)[0]
         for counter in (count, *(start for own, start in self._starts if own is count)):
             counter["ready"] += number
             counter["completed"] += number
 
     def step_together(self, trainer: L.Trainer, ranks: Ranks, previous_steps: int) -> None:
-        """Count the steps of all processes since ``previous_steps``, the value of the counter at the round's start."""
+        """Add the optimizer steps of the other processes in this round to the Trainer's counters.
+
+        ``previous_steps`` is the Trainer's number of steps at the start of the round.
+        """
         num_rank_steps = trainer.global_step - previous_steps
         self.count_steps(trainer, sum(ranks.all_gather_object(num_rank_steps)) - num_rank_steps)
 
@@ -193,7 +196,7 @@ class ClientCounters:
         strategy.shows_one_process = self.shown = False
 
     def _offsets_of(self, batches: int) -> list[tuple[Count, Count]]:
-        """Return the numbers to subtract so that the counters show ``batches`` batches and the steps taken for them."""
+        """Return each counter with the numbers to subtract. It then shows ``batches`` batches and their steps."""
         assert self._client_group is not None
         client_offset = len(self._client_group) - batches  # batches that only clients with more batches have
         of_batches, of_steps = self._starts[:2], self._starts[2:]

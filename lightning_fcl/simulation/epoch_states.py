@@ -82,17 +82,17 @@ class EpochStates:
             self._attributes.leave()
 
     def resume(self) -> None:
-        """Continue with the last group after hooks that ran on every rank. Its last batch has not ended yet."""
+        """Continue with the last group after hooks that ran on every rank. The group's last batch has not ended yet."""
         if self._last is not None:
             self.enter(self._last)
 
     def watch_metrics(self) -> None:
-        """Record which metrics were reset since the last call. Call before an update, which may hide the reset."""
+        """Record which metrics were reset since the last call. Call this before an update, which may hide a reset."""
         if self._metrics is not None:
             self._metrics.watch()
 
     def watch(self, step: int) -> None:
-        """Record the state before batch number ``step`` of the group."""
+        """Record which metrics were reset before batch number ``step``. At step 1, also find unmergeable attributes."""
         self.watch_metrics()
         if self._attributes is not None and step == 1:
             self._attributes.watch()
@@ -132,7 +132,10 @@ class EpochStates:
 
 
 def _find(module: L.LightningModule) -> tuple[dict[str, Metric], dict[str, dict[str, Any]]]:
-    """Return the metrics of a module and its callbacks by path, and the attributes of users' objects by path."""
+    """Return the metrics of a module and its callbacks by path, and the attributes of users' objects by path.
+
+    Users' objects are objects whose classes are not from PyTorch, Lightning, torchmetrics or lightning_fcl.
+    """
     metrics: dict[str, Metric] = {}
     attributes: dict[str, dict[str, Any]] = {}
     callbacks = get_callbacks(module.trainer)
@@ -167,6 +170,6 @@ def _find(module: L.LightningModule) -> tuple[dict[str, Metric], dict[str, dict[
 
 
 def _is_users(callback: Callback) -> bool:
-    """Return whether a callback is a user's: no class except `Callback` is from Lightning or lightning_fcl."""
+    """Return whether a user wrote a callback: no class except `Callback` is from Lightning or lightning_fcl."""
     packages = ("lightning.", "lightning_fcl.")
     return not any(kind.__module__.startswith(packages) for kind in type(callback).__mro__ if kind is not Callback)

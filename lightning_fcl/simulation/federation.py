@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 
 def require_started(value: T | None, description: str) -> T:
-    """Return a value that is set at a start. Raise InvalidStateError if the value is None.
+    """Return a value that an event has set. Raise InvalidStateError if the value is None.
 
     Args:
         value: The value.
@@ -62,11 +62,11 @@ class Federation:
     Args:
         settings: The settings.
         server: The server: its state, the record of the round, and the store of client states.
-        participation: Samples the clients of each round.
+        participation: The object that samples the clients of each round.
         is_client_model: Whether the module currently has a client's model, see `client_model`.
         methods: The methods among the Trainer's callbacks.
         placement: The assignment of clients to processes. None before a fit.
-        local_trainer: Trains the clients.
+        local_trainer: The object that trains the clients.
         sequential_reason: The obstacle to vectorized training. None if clients train vectorized.
         epoch_states: Metrics, lists and counters that processes merge at the end of a round.
         optimizers: The module's optimizers. Several optimizers require manual optimization.
@@ -200,14 +200,16 @@ def warn_of_local_tensors(federation: Federation) -> None:
 
 @contextmanager
 def client_model(trainer: L.Trainer, client: str) -> Iterator[None]:
-    """Temporarily replace the server's model in the module by the model that a client predicts with, after a fit.
+    """After a fit, temporarily load the model that a client predicts with into the module.
+
+    On exit, the module has the server's model again.
 
     Args:
         trainer: The Trainer.
         client: The client.
 
     Raises:
-        ValueError: If there is no such client, if the Trainer has no federation, or if the module already has a
+        ValueError: If the stream has no such client, if the Trainer has no federation, or if the module already has a
             client's model.
     """
     federation = require_federation(trainer, "client_model", "it has no clients")

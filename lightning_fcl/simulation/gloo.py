@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 RENDEZVOUS_VARIABLE = "LIGHTNING_FCL_RENDEZVOUS"  # environment variable with the URL of the rendezvous file
 _TIMEOUT = timedelta(hours=12)  # Ranks wait for the slowest rank of a round.
-_SHORT = 4096  # size of the first message in bytes, including its length
+_SHORT = 4096  # size of the first message in bytes, including the 8 bytes for the length of the content
 _START = timedelta(minutes=30)  # maximum time until all ranks have started
 _meetings = itertools.count()  # numbers the process groups of this process, so that their keys differ
 
@@ -95,7 +95,11 @@ def _explained() -> Iterator[None]:
 
 
 def connect_ranks(environment: ClusterEnvironment, rank: int, num_ranks: int, num_nodes: int) -> Ranks:
-    """Connect to the other processes: by a file on a single machine, or by the environment's address on several."""
+    """Connect to the other processes.
+
+    On one machine, the processes connect by the rendezvous file, if there is one. Otherwise they connect by the main
+    address and port of the environment.
+    """
     os.environ.setdefault("MASTER_ADDR", environment.main_address)
     os.environ.setdefault("MASTER_PORT", str(environment.main_port))
     if num_nodes == 1:  # Listen only on the loopback interface, so that other machines cannot connect.

@@ -57,7 +57,7 @@ def snapshot(value: Any, copies: bool, depth: int = 0) -> Snapshot:
     Args:
         value: The value.
         copies: Whether to also copy tensors, arrays, sets and deques, to detect changes in place.
-        depth: The number of dicts around the value.
+        depth: The number of dicts that contain the value.
     """
     if isinstance(value, list):
         return Snapshot(value, value.copy())
@@ -172,7 +172,7 @@ def _is_count(value: object) -> bool:
 
 
 def _is_equal(first_value: object, second_value: object) -> bool:
-    """Return whether two values are equal numbers or strings. Other types count as equal only if identical."""
+    """Return whether two values are equal numbers or strings of one type. Return False for values of other types."""
     return (
         type(first_value) is type(second_value)
         and isinstance(first_value, bool | float | str)

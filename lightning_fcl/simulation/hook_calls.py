@@ -1,7 +1,7 @@
-"""Calls of hooks while a client trains: a user's code sees the client's counters.
+"""Calls of hooks while a client trains: a user's hooks read the client's counters.
 
-Lightning calls all hooks through three functions of one module. While clients train and a user's hooks are called,
-these functions are replaced. For other Trainers the replacements call Lightning's functions.
+Lightning calls all hooks through three functions of one module. These functions are replaced while clients train, if a
+Trainer has hooks that a user wrote. For other Trainers, the replacements call Lightning's functions.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _originals: list[Any] = []  # Lightning's functions, while they are replaced
 
 
 def find_users(trainer: L.Trainer) -> Users:
-    """Return the objects whose hooks see the client's counters: users' hooks, without bookkeeping callbacks."""
+    """Return, by the name of each hook, the ids of the objects with a user's hook. Exclude bookkeeping callbacks."""
     owners: list[object] = [one for one in get_callbacks(trainer) if not isinstance(one, _BOOKKEEPING)]
     owners += [trainer.lightning_module, trainer.datamodule]  # type: ignore[attr-defined]
     users_by_hook = {
@@ -46,7 +46,7 @@ def find_users(trainer: L.Trainer) -> Users:
 
 
 def enter(trainer: L.Trainer, counters: ClientCounters) -> None:
-    """Make a user's hooks see a client's counters until `leave`."""
+    """Show a client's counters to users' hooks until `leave` is called."""
     if not counters.users:
         return
     with _lock:
@@ -61,7 +61,7 @@ def enter(trainer: L.Trainer, counters: ClientCounters) -> None:
 
 
 def leave(trainer: L.Trainer) -> None:
-    """Make a user's hooks see the Trainer's counters again."""
+    """Show the Trainer's counters to users' hooks again."""
     with _lock:
         if TRAINING.pop(trainer, None) is not None and not TRAINING:
             call._call_callback_hooks, call._call_lightning_module_hook, call._call_lightning_datamodule_hook = (
@@ -111,7 +111,7 @@ def skip_batch_end(module: L.LightningModule) -> None:
 
 @contextmanager
 def without_batch_hooks(module: L.LightningModule) -> Iterator[None]:
-    """Temporarily call no user's `on_train_batch_end`: a process without clients has no real batch in the round."""
+    """Temporarily skip all users' `on_train_batch_end`. A process without clients has no real batch in the round."""
     trainer, callbacks = module.trainer, get_callbacks(module.trainer)
     trainer.callbacks = callbacks[:1]  # type: ignore[attr-defined]  # Only `FitHooks`, which continues the round.
     skip_batch_end(module)

@@ -1,7 +1,7 @@
 """The callback that runs a federation within the hooks of a Trainer: clients and rounds start and end there.
 
-Lightning's own counters stay meaningful. Batches are counted for each client, epochs end with the stream, and the
-counters of an interrupted round are restored.
+Lightning's own counters stay valid. Batches are counted for each client, epochs end with the stream, and the counters
+of an interrupted round are restored.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class FitHooks(Callback):
         return {**federation_state, **federation.server.state_dict(client_states)}
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Remove hyperparameters with which the checkpoint could not be read."""
+        """Remove hyperparameters that would make the checkpoint unreadable."""
         dropped_names = drop_objects(checkpoint)
         if dropped_names and dropped_names != self._left_out:
             self._left_out = dropped_names
@@ -132,7 +132,7 @@ class FitHooks(Callback):
         self.federation.placement = None
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Start a round. Its train loader exists already; the user's reload setting applies to the other loaders."""
+        """Start a round, whose train loader exists already. Restore the user's reload setting for other loaders."""
         self._hide_left()
         self._undo_progress = snapshot_progress(trainer)
         self.federation.limits.finish_current_round(trainer)
@@ -157,7 +157,7 @@ class FitHooks(Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: STEP_OUTPUT, batch: Batch, batch_idx: int
     ) -> None:
-        """After the last batch of a group of clients, upload. After the last group, aggregate."""
+        """Upload after the last batch of a group of clients. Aggregate after the last group."""
         federation, current = self.federation, require_started(self.round, "a fit")
         progress = current.progress
         progress.has_trained = True
@@ -174,7 +174,7 @@ class FitHooks(Callback):
             self._logs.start_batch(None)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """End the round, and show the attributes of the last client to the hooks that follow."""
+        """End the round. Hooks that run after this hook can read the attributes of the last client."""
         self._end_round(trainer)
         trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]  # Creates the next round's loader.
         require_started(self._logs, "a fit").reduce_and_log()
@@ -182,7 +182,7 @@ class FitHooks(Callback):
             self.federation.loose.expose_last_client()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Finish the experiences if the fit was stopped early, and give every process the states of all clients."""
+        """Finish the experiences if the fit was stopped early, and copy the states of all clients to every process."""
         self._undo_progress = None
         self._forget_logs()
         self._hide_left()

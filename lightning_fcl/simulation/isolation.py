@@ -29,8 +29,8 @@ class Isolation:
     Args:
         module: The module's name.
         carried: The state outside the module that is reset for each client. None: no such state.
-        gathered: The attributes that training fills and from which the module's hooks at the end of a round compute
-            the module's state.
+        gathered: The attributes that clients fill in training. The module's hooks at the end of a round compute the
+            module's state from these attributes.
     """
 
     module: str
@@ -45,12 +45,12 @@ class Isolation:
         self._warned = True
 
     def refuse_gathered(self) -> None:
-        """Raise ValueError if the server's model depends on attributes that are filled only where clients train."""
+        """Raise ValueError if the server's model depends on attributes that only training clients fill."""
         if self.gathered:
             raise InvalidValueError(
-                "Expected hooks at the end of a round to use only aggregated state in a deployment, but got other "
-                f"state. {self._what()} No client trains on the server, so these attributes stay empty there. "
-                f"{_REMEDY}"
+                "Expected hooks at the end of a round to use only aggregated state in a deployment, but they "
+                f"also use attributes that are not aggregated. {self._what()} No client trains on the server, so these "
+                f"attributes stay empty there. {_REMEDY}"
             )
 
     def loose_state(
@@ -69,8 +69,8 @@ class Isolation:
         loose = ModuleSnapshot(module, optimizers, schedulers, previous_snapshot, self.carried)
         if previous_snapshot is None and loose.unknown_attributes:
             log.warning(
-                "Cannot restore %s of `%s` for each client. If training changes these attributes, the next client sees "
-                "the changes.",
+                "Cannot restore %s of `%s` for each client. If training changes these attributes, the next client "
+                "starts with the changed values.",
                 format_code_names(loose.unknown_attributes),
                 type(module).__name__,
             )

@@ -1,4 +1,4 @@
-"""A trial before the first round: does state outside the module change the upload of the next client?"""
+"""A trial before the first round that finds state outside the module that changes the upload of the next client."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 _MOST = 16
 """Maximum number of changed names that are tested individually."""
 _LATER = 3333
-"""Factor for the increase of counters in a second test, so that they look like after about 10,000 steps."""
+"""Factor for the increase of counters in a second test, so that they have the values of about 10,000 steps."""
 
 
 def isolation_of(federation: Federation) -> Isolation:
@@ -75,7 +75,7 @@ def _changes_steps(callback: Callback) -> bool:
 
 
 def _sorted_out(outside_state: Outside, start: Search, users: Sequence[Callback]) -> tuple[list[Callback], list[str]]:
-    """Return the callbacks whose hooks can be tested, and the prefixes of other callbacks that can change a step."""
+    """Return the callbacks to test, and the name prefixes of untested callbacks that can change a step."""
     trial_callbacks: list[Callback] = []
     untried_prefixes: list[str] = []
     for prefix, holder in outside_state.names.items():
@@ -103,7 +103,7 @@ class _Finding:
     Args:
         outside_state: All state outside the module.
         start: The state before the trial.
-        steps: Trains the two clients.
+        steps: The trial steps, which train the two clients.
     """
 
     def __init__(self, outside_state: Outside, start: Search, steps: TrialSteps) -> None:

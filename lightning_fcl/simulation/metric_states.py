@@ -22,7 +22,7 @@ class MetricState(NamedTuple):
     Args:
         values: The values of the states that the metric declares with `add_state`.
         updates: The number of updates.
-        is_reset: Whether the metric was reset while the clients trained, so that earlier clients do not count.
+        is_reset: Whether the metric was reset while the clients trained. Values of earlier clients are then discarded.
     """
 
     values: dict[str, Value]

@@ -39,7 +39,7 @@ StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 
 def check_processes(environment: ClusterEnvironment, processes: int, nodes: int) -> None:
-    """Raise ValueError if there are too many processes for a machine, or if machines cannot find each other."""
+    """Raise ValueError if a machine has too many processes, or if variables for connecting machines are missing."""
     if processes > _MOST:
         raise InvalidValueError(
             f"Expected at most {_MOST} `devices` on this machine, because each device is a process, but got "
@@ -56,7 +56,7 @@ def check_processes(environment: ClusterEnvironment, processes: int, nodes: int)
 
 
 class _Meets:
-    """A launcher that sets the rendezvous file with which the processes of this machine find each other."""
+    """A launcher that sets the rendezvous file with which the processes of this machine connect."""
 
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if "LOCAL_RANK" not in os.environ:
@@ -91,8 +91,8 @@ class _Processes(_Meets, _MultiProcessingLauncher):
 class RanksStrategy(ParallelStrategy):
     """The part of a strategy that starts and connects processes. With a single device there is only one process.
 
-    The Trainer's loops see a `world_size` of 1, so that they do not synchronize at every batch. Hooks of a client's
-    batches also see a single process, so that a client's upload does not depend on the number of processes.
+    The `world_size` is always 1, so that the Trainer's loops do not synchronize at every batch. In hooks of a client's
+    batches, the strategy describes a single process. A client's upload then does not depend on the number of processes.
 
     Args:
         accelerator: As in Lightning's strategies.

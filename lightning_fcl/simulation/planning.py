@@ -16,13 +16,13 @@ from lightning_fcl.simulation.client_group import ClientGroup
 from lightning_fcl.simulation.federation import Federation
 
 _PLANNED = 100_000
-"""Number of samples, including padding, whose batches are planned together in sequential training."""
+"""Maximum number of samples, including padding, whose batches are planned together in sequential training."""
 
 
 def plan_client_groups(
     federation: Federation, client_groups: Sequence[Sequence[str]], round_idx: int
 ) -> list[ClientGroup]:
-    """Return the groups of clients of a round with the batches of each client.
+    """Return the client groups of a round, with the batches of each client.
 
     Args:
         federation: The federation.

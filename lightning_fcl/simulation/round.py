@@ -94,7 +94,7 @@ class Round:
         return require_started(self.federation.placement, "a fit")
 
     def __len__(self) -> int:
-        """Number of batches of this process's clients, at least 1. In hooks of a client, its number of batches."""
+        """Number of batches of this process's clients, at least 1. In a client's hooks, that client's batches."""
         counters = self.federation.counters
         return counters.batches if counters.shown else self._batches
 
@@ -137,7 +137,7 @@ class Round:
     # Steps of a round.
 
     def plan_groups(self) -> Sequence[ClientGroup]:
-        """Sample the clients of the round, and plan the batches of those that train in this process."""
+        """Sample the clients of the round, and plan the batches of the clients that train in this process."""
         federation, number, plan = self.federation, self.number, self.federation.stream.plan
         if number >= (federation.module.trainer.max_epochs or 0):  # A finished fit was resumed: no round is left.
             return []
@@ -193,7 +193,7 @@ class Round:
             server.exchange(clients, placement.ranks, placement.hosts, is_after_upload)
 
     def train_clients(self, client_group: ClientGroup | None) -> Generator[Any, None, None]:
-        """Train a group of clients: they download, train on their batches, and upload.
+        """Let a group of clients download, train on their batches, and upload.
 
         Args:
             client_group: The clients. None: no client trains in this process. The round then has one empty batch.
@@ -332,7 +332,7 @@ class Round:
 
 
 def methods_first(federation: Federation) -> list[Callback]:
-    """Return the Trainer's callbacks, methods first, so that other callbacks see the effects of methods."""
+    """Return the Trainer's callbacks, methods first. The other callbacks then run after the methods."""
     callbacks = get_callbacks(federation.module.trainer)
     return sorted(callbacks, key=lambda callback: not isinstance(callback, MethodBase))
 
@@ -340,7 +340,7 @@ def methods_first(federation: Federation) -> list[Callback]:
 def _upload_reachable(
     server: FederatedServer, clients: ClientRounds, states: State, messages: Messages, missed: Sequence[bool]
 ) -> list[bool]:
-    """Upload the results of clients, some of which miss the synchronization.
+    """Upload the results of the clients that do not miss the synchronization.
 
     Returns:
         Whether each client keeps its new state. False for a client whose upload the server drops.

@@ -1,4 +1,4 @@
-"""Lists and counters in a round: changes by each group of clients, serialized for other processes, and merged."""
+"""Lists and counters in a round: the changes by each group of clients, and their merging over all processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lightning_fcl.simulation.growth import (
 )
 
 Name = tuple[str, str]
-"""The path of an object, and the name of an attribute."""
+"""The path of an object, and the name of an attribute of this object."""
 
 MODULE = "module"
 """The path of the module."""
@@ -65,12 +65,12 @@ class RoundAttributes:
         self._now = self._snapshots()
 
     def watch(self) -> None:
-        """Record the attributes that the group has replaced. They are not counters and cannot be merged."""
+        """Record which attributes cannot be merged, because the group replaced a value or decreased a counter."""
         if self._group is not None:
             self._ignored |= {name for name, part in self._changes().items() if not is_merged(part)}
 
     def leave(self) -> None:
-        """End or interrupt the group, or hooks that run on every rank."""
+        """End or interrupt the group. Without a group, record the changes by hooks that run on every rank."""
         group_changes = self._grown.setdefault(_COMMON if self._group is None else self._group, {})
         for name, value_change in self._changes().items():
             if is_merged(value_change):
@@ -129,7 +129,7 @@ class RoundAttributes:
         return changes
 
     def _discard_client_changes(self, name: Name) -> None:
-        """Discard the clients' changes of an attribute that hooks on every rank have replaced."""
+        """Discard the clients' changes to an attribute that a hook has replaced on every rank."""
         for group_changes in self._grown.values():
             group_changes.pop(name, None)
         path, attribute = name

@@ -22,7 +22,8 @@ def start_synchronization(federation: Federation) -> None:
     """Start the simulated clock, if there is one, with the stream and the sizes of messages.
 
     Raises:
-        ValueError: If a method sums over an experience and participation does not allow it, see `check_sums`.
+        ValueError: If a method sums over an experience, and the sampled clients can be in different experiences, see
+            `check_sums`.
     """
     check_sums(federation)
     schedule, server = federation.participation.synchronization, federation.server
@@ -60,7 +61,9 @@ def check_sums(federation: Federation) -> None:
 def message_nbytes(
     state: State, reductions: Mapping[str, Reduction], codec: UpdateCodec | None, trainable: Collection[str]
 ) -> tuple[int, int]:
-    """Return the number of bytes that a client downloads and uploads in a round, as far as known in advance.
+    """Return the number of bytes that a client downloads in a round, and the number of bytes that it uploads.
+
+    The numbers are estimates from before the round.
 
     Tensors of which only a part is sent (``sparse_mean``) count in full, so that the sizes are the same after a resume.
 
@@ -98,7 +101,10 @@ def record_time(federation: Federation, number: int) -> None:
 
 
 def check_usable(federation: Federation, number: int) -> None:
-    """Raise ValueError if all uploads of a round were dropped and ``on_empty_round`` is "stop"."""
+    """Raise ValueError if ``on_empty_round`` is "stop" and a round has only dropped uploads.
+
+    Clients that miss the synchronization, and late clients, are not dropped. A round with such clients does not raise.
+    """
     record = federation.server.record
     dropped = record.dropped
     if (

@@ -137,7 +137,7 @@ def check_trainer(trainer: L.Trainer, federation: Federation) -> None:
         if asks and stream is not None and not len(stream.plan.validation):
             raise InvalidValueError(
                 f"Expected validation samples for `ReduceLROnPlateau`, which monitors `{config.monitor}`, but the "
-                "stream has none.",
+                "stream has no validation samples.",
                 hint="Pass `split=Split(validation=0.1)` to the stream, or monitor a metric logged in training.",
                 argument="validation",
             )
@@ -207,7 +207,7 @@ def check_trainer(trainer: L.Trainer, federation: Federation) -> None:
 
 
 def check_reloads(trainer: L.Trainer) -> None:
-    """Raise ValueError if loaders of a data module should be reloaded: all rounds are planned before the first one."""
+    """Raise ValueError if loaders of a data module should be reloaded. All rounds are planned before the first."""
     stream, every_n_epochs = find_stream(trainer), trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
     modules = client_modules(stream.data) if stream is not None and every_n_epochs else []
     if modules:
@@ -226,7 +226,7 @@ def check_parts(trainer: L.Trainer) -> None:
     callbacks, data = get_callbacks(trainer), trainer.datamodule  # type: ignore[attr-defined]
     for name, component in [*(("callbacks", one) for one in callbacks), ("datamodule", data)]:
         if isinstance(component, type):
-            # Lightning calls `on_exception` of all callbacks. Remove classes, for which this call would fail, too.
+            # After the error, Lightning calls `on_exception` of all callbacks. Remove classes, where the call fails.
             callbacks[:] = [one for one in callbacks if not isinstance(one, type)]
             trainer.datamodule = None if isinstance(data, type) else data  # type: ignore[attr-defined]
             raise InvalidTypeError(
@@ -239,7 +239,7 @@ def check_parts(trainer: L.Trainer) -> None:
 
 
 def check_module(module: L.LightningModule) -> None:
-    """Raise ValueError if the state of a module cannot be sent to clients and back."""
+    """Raise ValueError if clients cannot download and upload the state of a module."""
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise InvalidValueError(
             "Expected a `training_step` that takes a batch, but it takes `dataloader_iter`, which would read batches "
@@ -307,7 +307,7 @@ def check_optimizers(federation: Federation) -> None:
 
 
 def check_ranks(federation: Federation, ranks: int) -> None:
-    """Raise ValueError if there are more processes than client groups in any round: some would never train."""
+    """Raise ValueError if no round has a client group for each process. Some processes would then never train."""
     size, plan = federation.local_trainer.num_vectorized_clients, federation.stream.plan
     if ranks == 1:
         return

@@ -75,12 +75,14 @@ class FederatedStrategy(RanksStrategy):
             clients. At least one client is sampled. 1.0 is all clients and 1 is one client. In asynchronous rounds, the
             share or number of clients that train at the same time.
         local_epochs: Passes over a client's data per round.
-        client_weights: Weight of a client in means: ``"samples"`` is its number of samples in the round,
-            ``"trained_samples"`` also counts its replay samples, ``"uniform"`` is 1, and a dict has a number for each
-            client. Samples that are left out by `drop_last` or `limit_train_batches` count as well.
+        client_weights: Weight of a client in means: ``"samples"``, ``"trained_samples"``, ``"uniform"``, or a dict with
+            a number for each client. ``"samples"`` is the client's number of samples in the round.
+            ``"trained_samples"`` also counts the client's replay samples. ``"uniform"`` is 1. Samples that are left out
+            by `drop_last` or `limit_train_batches` count as well.
         reductions: Reductions by pattern of state names, such as ``{"head.*": "local"}``, see
             `lightning_fcl.federation.reductions`. They override the module's ``reductions`` attribute.
-        server_optimizer: Creates a `torch.optim` optimizer that updates the server state with the pseudo-gradient.
+        server_optimizer: Function that creates a `torch.optim` optimizer. This optimizer updates the server state with
+            the pseudo-gradient.
         max_vectorized_clients: Maximum number of clients per vectorized step. ``"auto"`` chooses a number, 1 trains
             clients sequentially.
         client_store: Where client states are stored between rounds: ``"memory"`` or ``"disk"``.
@@ -95,8 +97,8 @@ class FederatedStrategy(RanksStrategy):
             ``mean``.
         upload_transforms: Other transforms of uploads, see `lightning_fcl.federation.uploads.UploadTransform`. They
             run in the order of `lightning_fcl.federation.uploads.Stage`.
-        on_empty_round: Action if all uploads of a round are dropped because of non-finite values. ``"stop"`` ends the
-            fit with an error, ``"warn"`` continues with the unchanged server state.
+        on_empty_round: Action if all uploads of a round are dropped, for example because of non-finite values.
+            ``"stop"`` ends the fit with an error, ``"warn"`` continues with the unchanged server state.
         seed: Seed of client sampling and of each client's random numbers. None: the seed of
             `lightning.seed_everything`, or 0.
         start_method: How further processes are started if the Trainer has several ``devices``, as in Lightning's
@@ -251,10 +253,10 @@ class FederatedStrategy(RanksStrategy):
             trainer.fit_loop._combined_loader = None  # It was created without rounds.
 
     def teardown(self) -> None:
-        """Run the start and end of a fit that was resumed after its last round, and then tear down.
+        """Tear down. If a fit was resumed after its last round, first run its start and its end.
 
-        Lightning skips both in this case. The results that callbacks compute in ``on_train_end`` would then be missing
-        if a run was interrupted after its last checkpoint.
+        Lightning skips the start and the end of such a fit. If a run was interrupted after its last checkpoint, the
+        results that callbacks compute in ``on_train_end`` would then be missing.
         """
         if self.federation.lightning_module is None:  # This process only launched the processes that trained.
             super().teardown()
@@ -276,7 +278,7 @@ class FederatedStrategy(RanksStrategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         if isinstance(dataloader, ClientLoader):
-            if not self.optimizers:  # `configure_optimizers` asks for the number of steps
+            if not self.optimizers:  # `configure_optimizers` reads the number of steps.
                 steps = math.ceil(len(dataloader) / self.federation.module.trainer.accumulate_grad_batches)
                 # Lightning uses the minimum of this number and the number of steps of all rounds, which is larger.
                 self.federation.module.trainer.fit_loop.epoch_loop.max_steps = steps
@@ -305,7 +307,7 @@ class FederatedStrategy(RanksStrategy):
         return dataloader
 
     def training_step(self, batch: Batch, batch_idx: int | None = None, *args: Any) -> Any:
-        """Train one client, or several in one vectorized step, on a batch. The step gets the client's ``batch_idx``."""
+        """Train the current client, or all clients of a vectorized step. The step gets the client's ``batch_idx``."""
         federation = self.federation
         client_group = require_started(federation.current_round.client_group, "a batch")
         weight = client_group.weight.to(self.root_device) if client_group.weight is not None else None
@@ -328,7 +330,7 @@ class FederatedStrategy(RanksStrategy):
             return plugin.post_backward(loss, module)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Step after the current batch, or accumulate its gradient. Clients without batches left do not change."""
+        """Take an optimizer step, or only accumulate the gradient. Clients without batches left do not change."""
         federation = self.federation
         with federation.counters.totals():
             progress, local_steps = federation.current_round, federation.local_steps
@@ -346,7 +348,7 @@ class FederatedStrategy(RanksStrategy):
                 return result
             (module_optimizer,) = federation.optimizers  # Automatic optimization has exactly one optimizer.
             local_steps.record_step(module_optimizer, optimizer)
-            # Schedulers by round step before the batch ends.
+            # Schedulers with `interval="epoch"` step before the batch ends.
             if client_group.last_batch and not progress.client_groups:
                 local_steps.end_schedules(module_optimizer)
             return result

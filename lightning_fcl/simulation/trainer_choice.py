@@ -28,13 +28,13 @@ from lightning_fcl.simulation.federation import Federation
 
 log = logging.getLogger(__name__)
 _LARGEST = 200_000  # maximum number of parameters of a module for vectorized training
-_NUMBERS = 4_000_000  # maximum number of parameters or batch values per vectorized step: more is slower per client
+_NUMBERS = 4_000_000  # maximum number of parameters, or of batch values, in a vectorized step: larger steps are slower
 
 
 def choose_trainer(federation: Federation, step: Callable[..., Any]) -> tuple[LocalTrainer, Obstacle | None]:
     """Return the local trainer of a federation's clients, and the obstacle to vectorized training, if there is one.
 
-    The module's own local trainer comes first. Otherwise the first possible choice is used:
+    If the module defines `configure_local_trainer`, the result is used. Otherwise the first possible choice is used:
 
     1. Vectorized training on padded batches. The module must define the loss of single samples, and neither the module
        nor a method may mix samples.

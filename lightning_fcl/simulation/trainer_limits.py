@@ -14,7 +14,7 @@ _UNSET = 1000  # the value of Lightning's `max_epochs` if it is not set
 
 
 class TrainerLimits:
-    """A Trainer's limits of batches and epochs, which the federation replaces at the start of a fit and restores.
+    """A Trainer's limits of batches and epochs. The federation replaces them during a fit, and restores them after it.
 
     A train loader is one round, and Lightning's limits would skip the last clients of a round. The federation therefore
     applies `limit_train_batches`, `overfit_batches` and `fast_dev_run` to the batches of each client.

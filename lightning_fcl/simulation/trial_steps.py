@@ -53,8 +53,8 @@ _END_HOOKS = ("on_validation_start", "on_validation_epoch_start", "on_validation
 class TrialSteps:
     """Trains two clients for a few steps on a few of their samples, with the steps of Lightning and the strategy.
 
-    The steps train the module itself, because a copy of a large module may not fit into memory. Methods of this
-    library are left out.
+    The steps train the module itself, because there may be too little memory for a copy of a large module. Methods of
+    this library do not run in the trial.
 
     Args:
         federation: The federation, at the start of a round.
@@ -233,7 +233,7 @@ class TrialSteps:
     # Attributes that the server's model depends on.
 
     def name_gathered(self) -> None:
-        """Find the attributes that training fills and that hooks at the end of a round write to the module's state."""
+        """Set `gathered`: attributes that training fills and from which end-of-round hooks compute the state."""
         self.gathered = self._gathered()
 
     def _gathered(self) -> list[str]:
@@ -247,7 +247,7 @@ class TrialSteps:
         second = self._loose_state().search
 
         def ended(names: Collection[str] | None) -> State | None:
-            """Return the state that hooks compute from the second client's attributes, with ``names`` of the first."""
+            """Return the state that hooks compute if ``names`` have the first client's values. None: all names."""
             second.restore()
             first.restore(names)
             return self._ended(hooks)
