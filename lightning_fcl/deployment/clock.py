@@ -1,7 +1,7 @@
-"""Comparison of the clock of a node's machine with the SuperLink's.
+"""Comparison of the clock of a node's machine with the clock of the SuperLink's machine.
 
-A SuperNode signs the time of each request. The SuperLink rejects a request from the future, and the SuperNode only logs
-that the connection failed.
+A SuperNode signs the time of each request. The SuperLink rejects a request whose time is in the future. The SuperNode
+then only logs that the connection failed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lightning_fcl.errors import ConnectionFailedError, InvalidStateError, Inval
 AHEAD, BEHIND = 5.0, 300.0
 """Maximum number of seconds by which a node's clock may be ahead of the SuperLink's clock, and behind it."""
 
-# Seconds. The SuperLink reports whole seconds, and updates them once a second.
+# Possible error of the difference in seconds. The SuperLink reports whole seconds, and updates them once a second.
 _PRECISION = 1.5
 # Seconds until a request to the SuperLink fails.
 _TIMEOUT = 10.0
@@ -41,8 +41,9 @@ def check_clock(address: str | None, certificates: Path | None = None, insecure:
     if not _PRECISION - BEHIND <= offset <= AHEAD - _PRECISION:
         side = "ahead of" if offset > 0 else "behind"
         raise InvalidStateError(
-            f"Expected the clock of this machine to be less than {AHEAD:g} s ahead of the SuperLink's, and less than "
-            f"{BEHIND:g} s behind it, but it is about {abs(offset):.0f} s {side} it. The SuperLink rejects such nodes.",
+            f"Expected the clock of this machine to be less than {AHEAD:g} s ahead of the SuperLink's clock, and less "
+            f"than {BEHIND:g} s behind it, but it is about {abs(offset):.0f} s {side} it. The SuperLink rejects such "
+            "nodes.",
             hint="Synchronize the clocks of both machines, for example with `timedatectl set-ntp true`.",
         )
     return offset

@@ -99,11 +99,11 @@ class DeploymentConfig:
 
 @dataclass
 class FederationIdentity(Callback):
-    """The identity of a federation, and of its clients, in the checkpoints of its server.
+    """Callback that saves the identity of a federation and of its clients in the checkpoints of the server.
 
     Args:
         name: Name of the folder in which nodes store their state for this federation.
-        claimed_clients: Client of each key, by the hash of the key.
+        claimed_clients: The client that each key belongs to, by the hash of the key.
         behind: Latest round that each client rejected because the client was ahead of the server.
     """
 
@@ -231,7 +231,7 @@ class NodePool:
         return num_accepted
 
     def close(self, out: Path) -> None:
-        """Log that the run has ended.
+        """Log that the run has ended, or raise an error if a client was ahead of the server.
 
         Raises:
             InvalidStateError: If a client was ahead of the server, so that the results lack some of its uploads.
@@ -294,7 +294,7 @@ class NodePool:
             number: Number of the round.
             client: The client.
             answer: The answer of the client.
-            sent_header: Header of the message that the server sent to the client.
+            sent_header: Header of the message that the client answers.
             num_sampled_clients: Number of the sampled clients in this round.
             no_data: List to which the client is added if it has no samples in this round.
 
@@ -332,8 +332,9 @@ class NodePool:
         for client, number in samples.items():
             if number > usual and not self.config.max_samples:
                 log.warning(
-                    "Client %s reports %d samples, more than %d times the median of the clients. Its uploads can have "
-                    "this weight. If the number is wrong, set `max-samples` of the run configuration.",
+                    "Client %s reports %d samples, more than %d times the median of the clients. In means, its uploads "
+                    "can have the weight of these samples. If the number is wrong, set `max-samples` of the run "
+                    "configuration.",
                     client,
                     number,
                     _FAR_MORE,
@@ -418,7 +419,7 @@ def serve(
     if data is not None and not clients:
         raise MissingValueError(
             "Expected `clients` together with `data`, because the server's data does not name the clients, but got "
-            "none.",
+            "no `clients`.",
             hint='Set both in the run configuration: clients="a,b,c".',
         )
 

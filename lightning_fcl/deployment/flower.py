@@ -90,9 +90,9 @@ def write_app(recipe: Mapping[str, Any], folder: Path, name: str, publisher: str
 def client_app(folder: Path) -> ClientApp:
     """Return the Flower app of a node.
 
-    The node config contains the ``client`` and the place of its ``data``. Optional entries are the ``target`` and
+    The node config contains the ``client`` and the location of its ``data``. Optional entries are the ``target`` and
     ``features`` of a table, the arguments of a data module as ``init_args.NAME``, and ``state-dir``, the folder of the
-    client state. Nodes of Flower's simulation have no node config. For them, the run configuration contains the
+    client state. Nodes of Flower's simulation have no node config. For these nodes, the run configuration contains the
     ``clients`` and their ``data-folder``.
 
     Args:

@@ -34,19 +34,19 @@ MAX_BYTES = 256 * 2**20
 """Default of the maximum size of the tensors of a message in bytes."""
 
 OTHER_ROUND, LOST_STATE, UNUSABLE_DATA = "other-round", "lost-state", "unusable-data"
-"""Codes of a node's errors that the server explains. `check_same` and `check_names` use further codes."""
+"""Codes of the node errors that the server explains. `check_same` and `check_names` use other codes."""
 
 CODE, ARGUMENT = re.compile(r"[a-z][a-z-]{0,39}"), re.compile(r"[A-Za-z_][\w.\[\]-]{0,79}", re.ASCII)
-"""Patterns of the error code that a node sends, and of the name of the argument."""
+"""Regular expressions for the error code and for the argument name that a node sends."""
 
 MODEL, SERVER = "model/", "server/"
 """Prefixes of tensor names: tensors of the model, and tensors that the server keeps for methods."""
 
 # Maximum number of characters in the header of a client's message, including the names of the values.
 _LETTERS = 20_000
-# Maximum number of characters of a reason.
+# Maximum number of characters of the reason for a rejection.
 _LONGEST = 500
-# Seconds to wait for one answer before the server looks for the next one.
+# Seconds that the server waits for one answer before it looks for the answer to the next message.
 _PATIENCE = 1.0
 # Encoding of the arrays of a message.
 _FORM = "bytes"
@@ -61,7 +61,7 @@ _TYPES = {str(dtype): dtype for dtype in _PLAIN}
 
 
 class RejectedMessageError(InvalidValueError):
-    """A message of the other side of a deployment is invalid or cannot be processed."""
+    """Error for a message from the server or from a node that is invalid or cannot be processed."""
 
     code = "refused"
 
@@ -89,14 +89,14 @@ def to_record(parcel: Parcel) -> RecordDict:
 
 
 def to_arrays(record: RecordDict) -> Mapping[str, Array]:
-    """Return the undecoded tensors of a message by name: the bytes and the claimed type and shape of each."""
+    """Return the undecoded tensors of a message by name. Each has its bytes, and the type and shape that it claims."""
     return record.array_records.get("arrays") or {}
 
 
 def refusal_of(error: Exception) -> dict[str, str]:
-    """Return the part of an error that a node sends: its code and the name of its argument.
+    """Return the part of an error that a node sends: the error's code and the name of the invalid argument.
 
-    The text of an error can contain values of the node's data. Therefore it stays in the log of the node.
+    The text of an error can contain values of the node's data. Therefore the text stays in the log of the node.
     """
     if not isinstance(error, LightningFCLError):
         return {"refused": "internal-error", "argument": ""}
@@ -251,15 +251,15 @@ class GridLink:
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
-        # Time until which each message can be answered.
+        # The time until which each message can be answered.
         self._until: dict[str, float] = {}
         # Requests for answers whose thread is still running, or whose result was not read yet.
         self._pulls: dict[str, Future[list[RecordDict | str]]] = {}
 
     def nodes(self) -> Mapping[int, str]:
-        """Return the connected nodes, and the hash of each node's public key. A node keeps its key when it reconnects.
+        """Return the hash of each connected node's public key. A node keeps its key when it reconnects.
 
-        A node without a key has a name that contains its number.
+        For a node without a key, return a name that contains the number of the node.
         """
         return {
             node.node_id: hashlib.sha256(node.public_key).hexdigest() if node.public_key else f"node {node.node_id}"
@@ -274,14 +274,14 @@ class GridLink:
             seconds: Number of seconds within which the nodes can answer.
 
         Returns:
-            The node of each message, by the name of the message. Nodes that are gone are missing.
+            The node of each message, by the name of the message. Disconnected nodes are missing.
         """
         message_of = require_package("flwr.app", *REQUIRED_FOR).Message
         messages = [
             message_of(to_record(parcel), node, "train" if parcel.state else "query", ttl=seconds)
             for node, parcel in parcels.items()
         ]
-        # Flower returns no names if the messages are too large, and an empty name for a node that is gone.
+        # Flower returns no names if the messages are too large, and an empty name for a disconnected node.
         pushed = zip(self._grid.push_messages(messages), parcels, strict=False)
         node_by_message = {message: node for message, node in pushed if message}
         current_time = time.monotonic()
@@ -295,9 +295,9 @@ class GridLink:
 
         If a message cannot be answered any more, its answer is the reason as text.
 
-        The sender of an answer writes the fields that name the answered message and the node. Therefore each request to
-        Flower is for one message. Each request runs in a thread, because Flower waits minutes for the rest of an
-        incomplete answer.
+        An answer has fields for the answered message and for the node. The sender of the answer writes these fields, so
+        they can be false. Therefore each request to Flower is for the answer to one message. Each request runs in a
+        thread, because Flower waits minutes for the rest of an incomplete answer.
         """
         for message in [*messages]:
             if message not in self._pulls:

@@ -74,7 +74,7 @@ from lightning_fcl.validation import format_code_names, require_package
 log = logging.getLogger(__name__)
 
 RECEIVED = "received"
-"""Section of the client state that contains the tensors that the server sends a client once."""
+"""Section of the client state that contains the tensors that the server sends to a client only once."""
 
 
 class Node:
@@ -97,7 +97,7 @@ class Node:
         self._print = recipe_fingerprint(recipe)
 
     def answer(self, parcel: Parcel) -> Parcel:
-        """Return the answer to a message. If an error occurs, the answer contains its code, and the log its text."""
+        """Return the answer to a message. If an error occurs, the answer has the error's code, and the log its text."""
         head: dict[str, Any] = {"version": __version__, "recipe": self._print, "client": self.client}
         head |= {name: parcel.header.get(name) for name in HEADER_FIELDS}
         try:
@@ -128,7 +128,7 @@ class Node:
         return Parcel({"samples": samples, "held": digest({name: state[name] for name in names})})
 
     def _train(self, parcel: Parcel) -> Parcel:
-        """Train the client from the server's state. Return its upload."""
+        """Train the client from the server's state. Return the client's upload."""
         head, outline, parts = (
             parcel.header,
             ClientOutline.from_dict(parcel.header["outline"]),
@@ -136,14 +136,14 @@ class Node:
         )
         if outline.client != self.client:
             raise RejectedMessageError(
-                f"Expected a message for client {self.client}, but got one for {outline.client}."
+                f"Expected a message for client {self.client}, but got a message for {outline.client}."
             )
         with about_data():
             set_node_data(parts.stream, read_data(self._data, parts.stream.seed), outline)
         if self.client not in parts.stream.plan.train[int(head["round"])]:
             return Parcel({"samples": 0})
         federation_folder = self._federation_folder(head)
-        # A process of this client can still be training if its SuperNode was lost before.
+        # If the SuperNode was lost earlier, an older process of this client can still be training.
         with file_lock(federation_folder / ".lock"):
             return train_client(
                 parts, parcel.state, client_state_folder(federation_folder, self.client, int(head["round"])), head
@@ -163,7 +163,7 @@ def about_data() -> Iterator[None]:
 
 
 def log_error(error: Exception, sender: str) -> None:
-    """Log the text of an error. Add a traceback if the library did not raise the error on purpose."""
+    """Log the text of an error. Add a traceback if the error is not a `LightningFCLError`."""
     unexpected = None if isinstance(error, LightningFCLError) else error
     log.error("Could not answer the server's message to %s: %s", sender, error, exc_info=unexpected)
 
@@ -269,8 +269,8 @@ def train_client(node_recipe: NodeRecipe, state: State, client_state: Path, head
         header: Header of the server's message.
 
     Returns:
-        The upload, with the numbers of samples and replay samples in the header. Without tensors if the client has too
-        few samples.
+        The upload, with the numbers of samples and replay samples in the header. If the client has too few samples, the
+        result has no tensors.
     """
     server, (client,) = _receive(node_recipe, state, client_state), node_recipe.stream.plan.clients
     server.accepted = {client: int(header["accepted"])}
@@ -338,7 +338,7 @@ def client_folder(folder: Path, federation: str, client: str) -> Path:
 
 
 def client_state_folder(folder: Path, client: str, round_idx: int) -> Path:
-    """Return the folder of a client's state, with the state from before a round, also if the round is repeated.
+    """Return the folder of a client's state from before a round. The state is restored if the round is repeated.
 
     The files are written in this order, and each write survives a power failure: the state before the round, the number
     of the round, the state after the round. A damaged number is computed again from the states.
@@ -377,7 +377,7 @@ def client_state_folder(folder: Path, client: str, round_idx: int) -> Path:
 
 
 def _begun_round(current_store: ClientStore, previous_store: ClientStore, client: str, round_idx: int) -> int:
-    """Return the latest round that a client began, computed from its states, if the file with its number is damaged."""
+    """Return the latest round that a client began, from the client's states. The file with this number is damaged."""
     if client not in current_store:
         return round_idx if client in previous_store else -1
     trained = trained_rounds(current_store[client])
@@ -406,9 +406,9 @@ def run_executor(words: Sequence[str]) -> None:
     preload_imports()
     os.environ.setdefault("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", "0.1")
     superexec, ForkingPopen.run_client = read_command("flower-superexec"), staticmethod(read_command(_CLIENT))
-    # Flower starts a client with the command `flwr-clientapp`. Its modules look up `subprocess.Popen` at each start.
+    # Flower starts a client with the command `flwr-clientapp`. Flower looks up `subprocess.Popen` at each start.
     subprocess.Popen = ForkingPopen  # type: ignore[misc]
-    # With this setting, the operating system removes ended clients, and this process need not wait for them.
+    # With this setting, the operating system removes ended child processes, and this process need not wait for them.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     sys.argv = ["flower-superexec", *words]
     superexec()
@@ -473,7 +473,7 @@ class ForkingPopen(subprocess.Popen[Any]):
 def exit_with_parent() -> None:
     """Exit this process 10 s after its parent process has ended.
 
-    Otherwise, a process of Flower would wait for a SuperLink that is gone.
+    Otherwise, a process of Flower would wait for a SuperLink that has stopped.
     """
     parent = os.getppid()
 

@@ -62,9 +62,10 @@ class DataSource:
     Args:
         where: An ``.npz`` file, a CSV or parquet file, a folder with a folder of images for each class, or a
             LightningDataModule, for example ``"my_data:Sensors"``. An ``.npz`` file contains ``x``, shape (n, ...), and
-            ``y``, class names of shape (n,) or numbers of shape (n, ...) that are not classes. Optional arrays are
-            ``group``, the domain of each sample, ``classes``, all class names in their order, ``mean`` and ``std`` of
-            uint8 images, ``rounds`` as in `NodeData`, and ``part``, the ``split_names`` of `NodeData`.
+            ``y``. The array ``y`` contains class names of shape (n,), or numbers of shape (n, ...) that are not
+            classes. Optional arrays are ``group`` (the domain of each sample), ``classes`` (all class names in their
+            order), ``mean`` and ``std`` (of uint8 images), ``rounds`` (as in `NodeData`), and ``part`` (the
+            ``split_names`` of `NodeData`).
         table: Arguments of `Table` for a CSV or parquet file, without its path.
         init_args: Arguments of the data module.
         classes: Names of the classes of a table or a data module, as in `FederatedStream`.
@@ -234,7 +235,7 @@ def _read_npz(path: Path, for_server: bool) -> NodeData:
 
 
 def _check_part(path: Path, split: NDArray[Any] | None, for_server: bool) -> None:
-    """Raise an error if a node's file has the array ``part``, or if it has other values than the server uses."""
+    """Raise an error if a node's file has the array ``part``, or if a value is not "test" or "validation"."""
     if split is None:
         return
     if not for_server:
@@ -298,7 +299,7 @@ def _domains_of(samples: Samples, owner: str) -> NDArray[Any]:
 
 
 def set_server_data(stream: FederatedStream, data: NodeData, clients: Sequence[str]) -> None:
-    """Set the samples and the plan of a server's stream. The server has test samples and knows the clients' names only.
+    """Set the samples and the plan of a server's stream. In the plan, the clients have tasks but no samples.
 
     Args:
         stream: Stream of the server.

@@ -62,7 +62,7 @@ _SERVER = ("data", "ckpt_path", "weights_only", "out", "recipe")
 
 @dataclass(frozen=True)
 class ClientOutline:
-    """One client's view of a stream, without samples. The server sends it to the client's node.
+    """Description of a stream for one client, without samples. The server sends the description to the client's node.
 
     Args:
         client: Name of the client.
@@ -135,7 +135,7 @@ Dealt = ClassIncremental | DomainIncremental
 
 
 def dealt_by(scenario: Scenario) -> Dealt | None:
-    """Return the scenario of classes or domains that gives clients the same samples, or None."""
+    """Return the class or domain scenario that gives clients the same samples as a scenario. None: no such scenario."""
     if isinstance(scenario, Stationary):
         return scenario.as_incremental
     return scenario if isinstance(scenario, Dealt) else None
@@ -214,7 +214,7 @@ def client_plan(outline: ClientOutline, groups: IntArray, rounds: NDArray[np.boo
 
 
 def _rows(outline: ClientOutline, groups: IntArray, round_idx: int, seed: int) -> IntArray:
-    """Return the indices of a client's samples in a round, ascending."""
+    """Return the indices of a client's samples in a round, in ascending order of the indices."""
     experience = outline.experiences[round_idx]
     has_all_samples = len(outline.tasks) == 1 and not outline.classes
     group_indices = outline.tasks[experience] if experience < len(outline.tasks) else ()
@@ -234,13 +234,13 @@ def server_plan(
     clients: Sequence[str],
     seed: int,
 ) -> Plan:
-    """Return the plan of a server. Clients have tasks but no samples. The server has test and validation samples.
+    """Return the plan of a server: tasks of clients without samples, and the server's test and validation samples.
 
     Args:
         scenario: The scenario.
         samples: Samples of the server.
-        client_of_sample: Split of each sample, shape (n,): ``"test"``, ``"validation"`` or an unused one. Default: all
-            samples are test samples.
+        client_of_sample: Split of each sample, shape (n,): ``"test"``, ``"validation"``, or another name for samples
+            that the server does not use. Default: all samples are test samples.
         clients: Names of the clients.
         seed: Seed of the plan.
     """
@@ -292,7 +292,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def recipe_fingerprint(recipe: Mapping[str, Any]) -> str:
-    """Return a fingerprint of the settings of a recipe that nodes use. It differs if a setting differs."""
+    """Return a fingerprint of the settings of a recipe that nodes use. Different settings give other fingerprints."""
     trainer = {name: recipe["trainer"].get(name) for name in (*_TRAINER, "strategy", "callbacks")}
     data = {name: recipe["data"].get(name) for name in (*_ELSEWHERE, "classes")}
     data |= {"table": table_in(recipe["data"].get("data"))}
@@ -311,7 +311,7 @@ def table_in(data: Any) -> dict[str, Any]:
 
 
 def make_stream(recipe: Mapping[str, Any]) -> FederatedStream:
-    """Seed all random numbers with the recipe's seed. Return the stream of a node without data."""
+    """Seed all random numbers with the recipe's seed. Return a node's stream, which has no data yet."""
     seed = recipe["seed_everything"]
     L.seed_everything(0 if seed is True else seed, workers=True, verbose=False)
     data_settings = {name: value for name in _ELSEWHERE if (value := recipe["data"].get(name)) is not None}

@@ -42,7 +42,7 @@ MakeParcel = Callable[[str, int], Parcel]
 """Function that returns the message for a client on a node."""
 
 AcceptAnswer = Callable[[str, "RecordDict", Mapping[str, Any]], bool]
-"""Function that processes the answer of a client to a message with some header. It returns whether it is accepted."""
+"""Function that processes a client's answer to a message with the given header. It returns whether it is accepted."""
 
 
 @dataclass
@@ -56,7 +56,7 @@ class NodeInfo:
         is_admitted: Whether the server trains the client on this node.
         is_compatible: Whether the node has the same initial values as the server for tensors that are not transferred.
         asked_at: Time when the server last asked the node which client it trains.
-        messages: Messages with this question that have no answer yet.
+        messages: Names of the messages with this question that have no answer yet.
     """
 
     key: str
@@ -73,7 +73,7 @@ class ClientTurn:
     """State of a client in the current round.
 
     Attributes:
-        waiting: Messages without an answer, by name: the node that got the message, and the header of the message.
+        waiting: Messages without an answer, by name. Each value is the node that got the message, and the header.
         due_at: Time from which the server may send the next message.
         is_counted: Whether the server has accepted an answer.
         is_rejected: Whether the server has got answers, but has accepted none.
@@ -123,7 +123,7 @@ class NodeRegistry:
         self.samples: dict[str, int] = {}
 
     def start_round(self, hello: Mapping[str, Any], state_digest: str, clients: Collection[str]) -> None:
-        """Prepare a round. If the state differs from the last round, the server asks all nodes for their clients again.
+        """Prepare a round. If ``state_digest`` has changed, the server asks all nodes for their clients again.
 
         Args:
             hello: Header of the message that asks a node which client it trains.
@@ -294,11 +294,12 @@ class NodeRegistry:
     ) -> dict[str, str]:
         """Send messages to clients and process their answers until enough answers are accepted.
 
-        The round begins when enough clients have joined. It waits for all nodes that are connected at this time, also
-        for nodes that have not answered yet. When it has enough answers, it waits at most ``round_timeout`` in total.
+        The round begins when enough clients have joined. It waits for all nodes that are connected at this time,
+        including nodes that have not answered yet. When it has enough answers, it waits at most ``round_timeout`` in
+        total.
 
         If too few clients remain, clients that join or reconnect get the message, too. Clients whose answer is
-        missing after ``round_timeout``, or was rejected, get the message again after longer and longer pauses.
+        missing after ``round_timeout``, or was rejected, get the message again after increasing pauses.
 
         After ``round_timeout``, the round no longer needs clients with only rejected answers. After ``join_timeout``
         more seconds, the round ends with the answers that it has.
@@ -329,7 +330,7 @@ class NodeRegistry:
                 break
             if unknown or current_time - refresh_time >= RETRY_INTERVAL_S:
                 refresh_time, nodes = current_time, self.refresh_nodes()
-                # For a message to a node that is gone, Flower reports an error only minutes later.
+                # For a message to a disconnected node, Flower reports an error only minutes later.
                 for client, turn in self._turns.items():
                     for message in [name for name, (node, _) in turn.waiting.items() if nodes.get(client) != node]:
                         self._lose(client, message, "its node disconnected before it answered")
@@ -365,7 +366,7 @@ class NodeRegistry:
         return {node for node, one in self._nodes.items() if one.messages and not one.reason}
 
     def _send(self, nodes: Mapping[str, int], parcel: MakeParcel) -> None:
-        """Send the message of the round to the clients on some nodes that need it and are due."""
+        """Send the round's message to each client that has a node and no accepted answer, and whose pause is over."""
         current_time = time.monotonic()
         due = [
             c for c, turn in self._turns.items() if c in nodes and not turn.is_counted and turn.due_at < current_time
@@ -376,7 +377,7 @@ class NodeRegistry:
         for message, node in node_by_message.items():
             turn = self._turns[clients[node]]
             turn.waiting[message] = node, parcels[node].header
-            # The pauses grow because a slow node processes all messages that it got in sequence.
+            # The pauses grow, because a slow node processes all messages that it got one after the other.
             turn.due_at = current_time + self._seconds * len(turn.waiting)
 
     def _listen(self, take: AcceptAnswer, began: float) -> None:
@@ -398,7 +399,7 @@ class NodeRegistry:
                 turn.due_at = current_time + RETRY_INTERVAL_S + current_time - began
 
     def _lose(self, client: str, message: str, reason: str) -> None:
-        """Remove a message that cannot be answered any more, so that the client can get the next one."""
+        """Remove a message that cannot be answered any more, so that the client can get the next message."""
         turn = self._turns[client]
         turn.waiting.pop(message, None)
         turn.lost_reason, turn.due_at = reason, turn.due_at if turn.waiting else -math.inf

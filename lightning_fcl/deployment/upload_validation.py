@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from flwr.app import RecordDict
 
 MAX_INTEGER = 2**31 - 1
-"""Upper limit for numbers of samples. No client has this number of samples."""
+"""Upper limit for numbers of samples. It is larger than the number of samples of any client."""
 
 HEADER_FIELDS = ("federation", "round", "message")
 """Header fields that an answer repeats from the message that it answers."""
@@ -54,9 +54,9 @@ _DETAILS = "Read the log of the node, which has the details."
 
 # Maximum number of characters in a name, so that a file can have the name.
 _LONGEST = 230
-# Maximum sum of the squares of an update of a tensor of another type.
+# Maximum squared norm of a tensor's update. The limit applies to all types except int32 and int64.
 _SQUARES = torch.finfo(torch.float32).max
-# Maximum sum of the squares of an update of an int32 or int64 tensor.
+# Maximum squared norm of a tensor's update for the types int32 and int64.
 _FURTHEST = {kind: float(torch.iinfo(kind).max >> 10) ** 2 for kind in (torch.int32, torch.int64)}
 
 
@@ -174,11 +174,11 @@ def parse_int(head: Mapping[str, Any], name: str, minimum: int, maximum: int, hi
 
 
 def parse_file_name(head: Mapping[str, Any], description: str) -> str:
-    """Return a name from a header. Raise RejectedMessageError if it cannot be a file name or is not unique in Unicode.
+    """Return a name from a header. Raise RejectedMessageError if it cannot be a file name or is not in form NFKC.
 
     Args:
         head: The header.
-        description: Name of the header field, also for the error message.
+        description: Name of the header field. It is used in the error message.
     """
     name = head.get(description)
     if (

@@ -87,12 +87,12 @@ def export_int8_onnx(
     Args:
         module: A classifier. It is exported in evaluation mode, and is not changed.
         calibration: About 100 inputs that the module was trained on.
-        example: Other inputs, shape (batch, ...), on which the predicted classes are compared.
+        example: Inputs on which the predicted classes are compared, shape (batch, ...).
         path: The file. It is created, or replaced, only after the comparison has succeeded.
-        agreement: The smallest allowed share of predictions that equal PyTorch's.
+        agreement: The smallest allowed share of predictions that equal PyTorch's predictions.
 
     Returns:
-        The share of predictions that equal PyTorch's.
+        The share of predictions that equal PyTorch's predictions.
 
     Raises:
         ValueError: If there are no inputs, or the share is below ``agreement``.
@@ -112,7 +112,7 @@ def export_int8_onnx(
     with tempfile.TemporaryDirectory() as folder, atomic_path(path) as partial:
         plain, folded = Path(folder, "plain.onnx"), Path(folder, "folded.onnx")
         export_onnx(module, example, plain)
-        ort = require_package("onnxruntime.quantization", "quantises ONNX files", extra="device")
+        ort = require_package("onnxruntime.quantization", "quantizes ONNX files", extra="device")
         batches = iter([{"input": part.numpy()} for part in torch.split(calibration.detach().cpu(), 16)])
         with silence_warnings():
             ort.shape_inference.quant_pre_process(plain, folded, skip_symbolic_shape=True)
@@ -122,8 +122,8 @@ def export_int8_onnx(
                 SimpleNamespace(get_next=lambda: next(batches, None)),
                 per_channel=True,
                 activation_type=ort.QuantType.QUInt8,
-                # With Clip and Relu in the list, activations are quantized after clipping. Before it, most of the 256
-                # levels would represent values that clipping removes.
+                # With Clip and Relu in the list, activations are quantized after clipping. Before clipping, most of the
+                # 256 levels would represent values that clipping removes.
                 op_types_to_quantize=["Conv", "Clip", "Relu"],
             )
         with torch.no_grad():
@@ -152,11 +152,18 @@ def _run_onnx(file: Path, batch: Tensor) -> Tensor:
 def export_executorch(
     module: nn.Module, example: Tensor, path: str | Path, max_batch: int = 1, tolerance: float = 1e-4
 ) -> float:
-    """Write a module to an ExecuTorch program (`.pte`), run the file, and compare the outputs, as `export_onnx` does.
+    """Write a module to an ExecuTorch program (`.pte`), run the file, and compare the outputs.
 
-    XNNPACK runs all operations that it supports. For an `Int8Backbone`, it computes with integers. The levels of the
-    backbone are shifted from 0 .. 255 to -128 .. 127, because XNNPACK requires this range. The file contains int8
-    weights. The memory of the program is planned for batches of at most ``max_batch``.
+    XNNPACK runs all operations that it supports. For an `Int8Backbone`, XNNPACK computes with integers. The levels of
+    the backbone are shifted from 0 .. 255 to -128 .. 127, because XNNPACK requires this range. The file contains int8
+    weights.
+
+    Args:
+        module: As in `export_onnx`.
+        example: As in `export_onnx`. Outputs are compared on batches of 1 and of ``max_batch`` inputs.
+        path: As in `export_onnx`.
+        max_batch: Largest batch for which the memory of the program is planned.
+        tolerance: As in `export_onnx`.
 
     Returns:
         The largest absolute difference from PyTorch's outputs.
@@ -198,7 +205,7 @@ def export_executorch(
 
 
 class WithoutTrainer(nn.Module):
-    """Wrapper that calls a LightningModule's `forward` without its Trainer, which cannot be exported.
+    """Wrapper that calls a LightningModule's `forward` without its Trainer. A Trainer cannot be exported.
 
     Example:
         >>> WithoutTrainer(nn.Linear(3, 2))(torch.zeros(4, 3)).shape
@@ -251,7 +258,7 @@ def _keep_if_equal(
 
 
 def _with(kinds: Mapping[type[nn.Module], Callable[[Any], nn.Module]], module: nn.Module) -> nn.Module:
-    """Return a copy of a module in which submodules of some classes are replaced by a format's operations."""
+    """Return a copy of a module in which each submodule of a class in ``kinds`` is replaced by its exportable form."""
     whole = nn.Sequential(copy.deepcopy(module))
     for name, submodule in list(whole.named_modules()):
         if type(submodule) in kinds:
@@ -268,7 +275,7 @@ class _OnnxChain(nn.Module):
         self.register_buffer("zero_point", backbone.input_zero_point.to(torch.uint8))
         scale = backbone.input_scale
         for layer in backbone.layers:
-            # Computed here instead of in `forward`, so that they are constants in the file.
+            # These buffers are computed here instead of in `forward`, so that they are constants in the file.
             layer.register_buffer("bias_scale", scale * layer.weight_scale)
             layer.register_buffer("zero_level", layer.zero_point.to(torch.uint8))
             scale = layer.scale

@@ -33,7 +33,7 @@ from lightning_fcl.tasks.reservoir import ReservoirTask
 class StateEntry:
     """A tensor of a module's state after folding of batch normalization, and the bytes that a node transmits for it.
 
-    A folded bias belongs to the convolution.
+    The bias of a folded batch normalization counts as a tensor of the layer before the normalization.
 
     Args:
         name: Name of the tensor.
@@ -216,7 +216,7 @@ def _reservoir(task: ReservoirTask, sample: Tensor, entries: tuple[StateEntry, .
     for number in range(task.reservoir.num_layers):
         drive, _ = task.reservoir.weights(number)
         weights = sum(size[f"reservoir.{kind}_weight_{number}"] for kind in ("input", "recurrent"))
-        # Gain, bias and recurrent bias.
+        # Add the gain, the bias and the recurrent bias in fp32.
         weights += 3 * 4 * units
         layers.append(Layer(f"reservoir layer {number + 1}", False, drive.shape[1] + units, units, weights))
     statistics = size["readout.A"] + size["readout.B"]

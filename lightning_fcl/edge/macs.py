@@ -23,11 +23,11 @@ class Layer:
         name: Name of the layer.
         is_trained: Whether the layer belongs to M_T, or comes after a layer of M_T. It then computes in fp32, otherwise
             in int8.
-        inputs: Number of elements of its input.
-        outputs: Number of elements of its output.
-        weights: Bytes of its weights in the forward pass.
-        trained: Bytes of the gradient of its weights, or of a reservoir's statistics. 0 if the layer is frozen.
-        needs_input_gradient: Whether the backward pass also computes the gradient of its input.
+        inputs: Number of elements of the layer's input.
+        outputs: Number of elements of the layer's output.
+        weights: Bytes of the layer's weights in the forward pass.
+        trained: Bytes of the gradient of the weights, or of a reservoir's statistics. 0 if the layer is frozen.
+        needs_input_gradient: Whether the backward pass also computes the gradient of the input.
     """
 
     name: str
@@ -67,7 +67,7 @@ class LayerRecorder:
 
     - ``layers``: The layers in the order of the forward pass.
     - ``folded``: The convolution or linear layer before each batch normalization, by name.
-    - ``in_place``: The elementwise layers.
+    - ``in_place``: Layers without a kernel whose input and output have equal sizes, such as elementwise layers.
     - ``uncounted``: The layers with weights whose MACs are not known.
     - ``frozen`` and ``learnt``: The MACs of the forward pass of M_F and of M_T.
     """
@@ -175,7 +175,7 @@ def flop_counter() -> FlopCounterMode:
 
     def convolution(grad: Any, x: Any, w: Any, *rest: Any, out_shape: Any = None, **kwargs: Any) -> int:
         transposed, output_mask = rest[4], rest[7]
-        # Each product of the forward pass occurs once in the gradient of the input, and once in that of the weights.
+        # Each product of the forward pass occurs once in the gradient of the input and once in the weights' gradient.
         return sum(map(bool, output_mask[:2])) * int(conv_flop_count(x, w, grad, transposed=transposed))
 
     mapping = dict.fromkeys((aten.addmm_, aten.baddbmm_, aten.addmv, aten.addmv_), product)

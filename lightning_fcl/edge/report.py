@@ -1,7 +1,7 @@
 """Estimate of the resources that a microcontroller needs to train a module in a federation, without training.
 
 The modules `footprint` and `macs` define the counted quantities and their units. The file profiles.yaml contains the
-measurements on devices, and the assumptions that transfer them to other models. M_F is computed again for each sample
+measurements on devices, and the assumptions for estimates of other models. M_F is computed again for each sample
 and epoch. The estimate excludes the computation and memory of callbacks (such as a teacher's forward pass or a replay
 buffer), the data, inputs that skip connections store, and the program itself.
 """
@@ -26,14 +26,14 @@ from lightning_fcl.io.safe_yaml import parse_dataclass, read_yaml
 from lightning_fcl.validation import above, at_least, did_you_mean, one_of, require_package, validate_fields
 
 PROFILES_FILE = Path(__file__).with_name("profiles.yaml")
-# Defaults from the paper, if neither the recipe nor the caller sets them: images of a person, and drones in a swarm.
+# Defaults from the paper: 28 images of a person, 3 drones in a swarm. Recipes and callers can set other values.
 SAMPLES = 28
 NUM_NODES = 3
 
 
 @dataclass(frozen=True)
 class DeviceProfile:
-    """A microcontroller at one operating point, and the measurement of one local epoch on it.
+    """A microcontroller at one operating point, and the measured time of one local epoch at this point.
 
     One measurement can determine only one number. Therefore the ratio of the int8 rate to the fp32 rate is an
     assumption, ``int8_per_fp32``. With the resulting rates, the estimated time of the measured model equals the
@@ -95,7 +95,7 @@ class DeviceProfile:
 
 @dataclass(frozen=True)
 class LinkProfile:
-    """A shared medium on which one node sends at a time, and the measurement of one transfer on it.
+    """A shared medium on which one node sends at a time, and the measured time of one transfer.
 
     Args:
         name: Name of the link.
@@ -276,7 +276,7 @@ def device_speeds(
 
 
 def report_text(report: Mapping[str, Any]) -> str:
-    """Return a report and its ``recipes`` as Markdown tables that are also readable on a terminal."""
+    """Return the Markdown text of a report that has the key ``recipes``. Its tables are readable on a terminal."""
     jinja2 = require_package("jinja2", "writes device reports")
     template = jinja2.Template(read_text(Path(__file__).with_name("report.md")))
     text: str = template.render(report, table=markdown_table, seconds=_seconds)
@@ -290,7 +290,7 @@ def _seconds(value: float) -> str:
 
 
 def _memory(footprint: Footprint) -> dict[str, Any]:
-    """Return bytes of activations, of the largest layers, and of the content of RAM and flash."""
+    """Return the number of bytes of activations, of the largest layers, and of the content of RAM and flash."""
     learning = [layer for layer in footprint.layers if layer.trained]
     step = max(learning, key=lambda layer: layer.working, default=None)
     # Gradient descent also stores the gradient of M_T, and the server's M_T, which methods such as FedProx use.
