@@ -152,7 +152,10 @@ class Evaluator:
                     yield module(inputs), label, groups
 
     def count_correct(self, module: L.LightningModule, ranks: Ranks = SINGLE_RANK) -> tuple[Counts, int]:
-        """Return the number of correct predictions of each group over all ranks, and of predictions per sample."""
+        """Return the number of correct predictions of each group, and the number of predictions per sample.
+
+        The predictions of all ranks are counted.
+        """
         counts, steps = torch.zeros(self.num_groups, dtype=torch.long, device=module.device), 1
         for output, label, groups in self._outputs(module, ranks.num_ranks, ranks.rank):
             prediction = to_predictions(output)

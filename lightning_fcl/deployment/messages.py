@@ -89,7 +89,7 @@ def to_record(parcel: Parcel) -> RecordDict:
 
 
 def to_arrays(record: RecordDict) -> Mapping[str, Array]:
-    """Return the undecoded tensors of a message by name. Each has its bytes, and the type and shape that it claims."""
+    """Return the undecoded tensors of a message by name: the bytes, and the type and shape that the sender claims."""
     return record.array_records.get("arrays") or {}
 
 

@@ -42,7 +42,10 @@ MakeParcel = Callable[[str, int], Parcel]
 """Function that returns the message for a client on a node."""
 
 AcceptAnswer = Callable[[str, "RecordDict", Mapping[str, Any]], bool]
-"""Function that processes a client's answer to a message with the given header. It returns whether it is accepted."""
+"""Function that processes a client's answer, and returns whether the answer is accepted.
+
+Arguments: the client, the answer, and the header of the message that the client answers.
+"""
 
 
 @dataclass

@@ -174,7 +174,7 @@ def parse_int(head: Mapping[str, Any], name: str, minimum: int, maximum: int, hi
 
 
 def parse_file_name(head: Mapping[str, Any], description: str) -> str:
-    """Return a name from a header. Raise RejectedMessageError if it cannot be a file name or is not in form NFKC.
+    """Return a name from a header. Raise RejectedMessageError if the name is not a file name in form NFKC.
 
     Args:
         head: The header.

@@ -139,7 +139,7 @@ def check_checkpoint(
 
 
 def check_version(checkpoint: Mapping[str, Any], path: object) -> None:
-    """Raise ValueError if Lightning 2 has not written a checkpoint. Lightning migrates older ones before reading."""
+    """Raise ValueError if a checkpoint is not from Lightning 2. Lightning would first migrate an older checkpoint."""
     version = checkpoint.get("pytorch-lightning_version")
     if not isinstance(version, str) or not re.fullmatch(r"2\.\d+\.\d+[\w.+-]*", version):
         raise InvalidValueError(

@@ -196,7 +196,10 @@ class ClientCounters:
         strategy.shows_one_process = self.shown = False
 
     def _offsets_of(self, batches: int) -> list[tuple[Count, Count]]:
-        """Return each counter with the numbers to subtract. It then shows ``batches`` batches and their steps."""
+        """Return each counter with the numbers to subtract from it.
+
+        After the subtraction, the counters show ``batches`` batches, and the optimizer steps of these batches.
+        """
         assert self._client_group is not None
         client_offset = len(self._client_group) - batches  # batches that only clients with more batches have
         of_batches, of_steps = self._starts[:2], self._starts[2:]

@@ -92,7 +92,10 @@ class EpochStates:
             self._metrics.watch()
 
     def watch(self, step: int) -> None:
-        """Record which metrics were reset before batch number ``step``. At step 1, also find unmergeable attributes."""
+        """Record which metrics were reset before batch number ``step`` of the group.
+
+        At step 1, also record which attributes cannot be merged, because the group has replaced their values.
+        """
         self.watch_metrics()
         if self._attributes is not None and step == 1:
             self._attributes.watch()

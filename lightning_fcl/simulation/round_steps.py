@@ -63,9 +63,10 @@ def message_nbytes(
 ) -> tuple[int, int]:
     """Return the number of bytes that a client downloads in a round, and the number of bytes that it uploads.
 
-    The numbers are estimates from before the round.
+    The numbers are estimates, because some sizes are only known after training.
 
-    Tensors of which only a part is sent (``sparse_mean``) count in full, so that the sizes are the same after a resume.
+    A tensor with the reduction ``sparse_mean`` is sent in part, but counts in full. The numbers are therefore the same
+    after a resume.
 
     Args:
         state: The tensors by name.

@@ -207,7 +207,10 @@ def check_trainer(trainer: L.Trainer, federation: Federation) -> None:
 
 
 def check_reloads(trainer: L.Trainer) -> None:
-    """Raise ValueError if loaders of a data module should be reloaded. All rounds are planned before the first."""
+    """Raise ValueError if loaders of a data module should be reloaded.
+
+    A federation creates the loaders once, because all rounds are planned before the first round.
+    """
     stream, every_n_epochs = find_stream(trainer), trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
     modules = client_modules(stream.data) if stream is not None and every_n_epochs else []
     if modules:
@@ -226,7 +229,8 @@ def check_parts(trainer: L.Trainer) -> None:
     callbacks, data = get_callbacks(trainer), trainer.datamodule  # type: ignore[attr-defined]
     for name, component in [*(("callbacks", one) for one in callbacks), ("datamodule", data)]:
         if isinstance(component, type):
-            # After the error, Lightning calls `on_exception` of all callbacks. Remove classes, where the call fails.
+            # After the error, Lightning calls `on_exception` of all callbacks. The call would fail for a class, so all
+            # classes are removed.
             callbacks[:] = [one for one in callbacks if not isinstance(one, type)]
             trainer.datamodule = None if isinstance(data, type) else data  # type: ignore[attr-defined]
             raise InvalidTypeError(

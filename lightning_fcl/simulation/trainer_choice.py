@@ -28,7 +28,8 @@ from lightning_fcl.simulation.federation import Federation
 
 log = logging.getLogger(__name__)
 _LARGEST = 200_000  # maximum number of parameters of a module for vectorized training
-_NUMBERS = 4_000_000  # maximum number of parameters, or of batch values, in a vectorized step: larger steps are slower
+# Maximum number of parameters, and of batch values, in a vectorized step. Larger steps take more time per client.
+_NUMBERS = 4_000_000
 
 
 def choose_trainer(federation: Federation, step: Callable[..., Any]) -> tuple[LocalTrainer, Obstacle | None]:

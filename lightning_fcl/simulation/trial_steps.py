@@ -233,7 +233,10 @@ class TrialSteps:
     # Attributes that the server's model depends on.
 
     def name_gathered(self) -> None:
-        """Set `gathered`: attributes that training fills and from which end-of-round hooks compute the state."""
+        """Set `gathered` to the attributes that training fills and from which hooks compute the module's state.
+
+        These hooks run at the end of a round.
+        """
         self.gathered = self._gathered()
 
     def _gathered(self) -> list[str]:
