@@ -54,7 +54,7 @@ class ContinualMetrics(Callback):
     - A module with ``configure_metrics()``, such as `Regressor`, is measured by these metrics instead of accuracy. The
       name of a logged value is for example ``server/MSE``. Reports show the first metric in curves and matrices.
     - A custom LightningModule whose `forward` does not return logits of the classes is measured by the values that its
-      `test_step` logs, or its `validation_step` if it has no `test_step`.
+      `test_step` logs. If the module has no `test_step`, the values that its `validation_step` logs are used.
 
     When the fit of a federation ends, the size of each client's state between rounds, in bytes, is recorded as
     ``client_state_bytes``. The size includes client-local tensors, the state of methods and of an optimizer, and
@@ -68,8 +68,8 @@ class ContinualMetrics(Callback):
               server's model after aggregation.
             - ``"aggregated"``: after the last round of an experience. Tests the server's model, and the model that each
               client would predict with. This model is the server's model with the client-local parameters. Methods can
-              personalize it further. If a client's model differs from the server's, it is tested on the classes (or
-              domains) of the client's experiences so far.
+              personalize this model further. A client's model that differs from the server's model is tested on the
+              classes (or domains) of the client's current and earlier experiences.
             - ``"both"``: as ``"aggregated"``. In addition, tests each client's model before aggregation, after its last
               local training of an experience, on the same classes. Metrics such as ``average_accuracy_local`` need
               these tests.

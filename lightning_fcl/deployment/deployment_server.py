@@ -81,8 +81,8 @@ class DeploymentConfig:
         max_update_norm: Maximum norm of a client's update, as a multiple of the larger of 1 and the norm of the
             server's averaged tensors. The same limit applies to the change of the server's model in a round.
         require_registered_keys: Whether the SuperLink only admits nodes with registered keys. A client name then
-            belongs to the first key that claims it. Flower gives a SuperNode without a registered key a new key at each
-            start, so such a SuperNode could not join again.
+            belongs to the first key that claims it. A SuperNode without a registered key gets a new key from Flower at
+            each start, and could therefore not join again.
     """
 
     min_clients: int = validated(1, at_least, 1)
@@ -412,8 +412,8 @@ def serve(
         The fit.
 
     Raises:
-        InvalidStateError: If too few clients join or answer, if the newest checkpoint lacks rounds of the record, or,
-            after the last round, if a client was ahead of the server.
+        InvalidStateError: If too few clients join or answer, or if the newest checkpoint lacks rounds of the record.
+            Also after the last round, if a client was ahead of the server.
         MissingValueError: If ``data`` is given without ``clients``.
     """
     if data is not None and not clients:

@@ -208,7 +208,7 @@ class NodeRound(Round):
     """
 
     def __init__(self, client: str, head: Mapping[str, Any], names: Collection[str], federation: Federation) -> None:
-        # Only one client trains in this process, so no state can leak to other clients.
+        # Only one client trains in this process, so no state can reach a different client.
         federation.isolation = Isolation(type(federation.module).__name__)
         self._client, self._head, self._names = client, head, names
         super().__init__(federation, looks_ahead=False)

@@ -64,8 +64,8 @@ class DataSource:
             LightningDataModule, for example ``"my_data:Sensors"``. An ``.npz`` file contains ``x``, shape (n, ...), and
             ``y``. The array ``y`` contains class names of shape (n,), or numbers of shape (n, ...) that are not
             classes. Optional arrays are ``group`` (the domain of each sample), ``classes`` (all class names in their
-            order), ``mean`` and ``std`` (of uint8 images), ``rounds`` (as in `NodeData`), and ``part`` (the
-            ``split_names`` of `NodeData`).
+            order), and ``mean`` and ``std`` (of uint8 images). The optional arrays ``rounds`` and ``part`` are the
+            ``rounds`` and the ``split_names`` of `NodeData`.
         table: Arguments of `Table` for a CSV or parquet file, without its path.
         init_args: Arguments of the data module.
         classes: Names of the classes of a table or a data module, as in `FederatedStream`.

@@ -280,7 +280,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
     """Read a recipe that `lightning-fcl deploy` has written, with every default.
 
     Raises:
-        InvalidValueError: If the file is not such a recipe.
+        InvalidValueError: If a required section is missing in the file.
     """
     content = read_yaml(path)
     if not isinstance(content, dict) or not {"model", "data", "trainer", "seed_everything"} <= content.keys():

@@ -301,7 +301,7 @@ class NodeRegistry:
         including nodes that have not answered yet. When it has enough answers, it waits at most ``round_timeout`` in
         total.
 
-        If too few clients remain, clients that join or reconnect get the message, too. Clients whose answer is
+        If too few clients remain, clients that join or reconnect also get the message. Clients whose answer is
         missing after ``round_timeout``, or was rejected, get the message again after increasing pauses.
 
         After ``round_timeout``, the round no longer needs clients with only rejected answers. After ``join_timeout``
@@ -380,7 +380,7 @@ class NodeRegistry:
         for message, node in node_by_message.items():
             turn = self._turns[clients[node]]
             turn.waiting[message] = node, parcels[node].header
-            # The pauses grow, because a slow node processes all messages that it got one after the other.
+            # The pauses grow, because a slow node processes all its messages in sequence.
             turn.due_at = current_time + self._seconds * len(turn.waiting)
 
     def _listen(self, take: AcceptAnswer, began: float) -> None:

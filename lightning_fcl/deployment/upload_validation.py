@@ -270,7 +270,8 @@ def decode_upload(
 def check_numbers(uploads: Uploads, server_state: State, limits: UploadLimits, sender: str) -> None:
     """Raise RejectedMessageError if an upload is too large for sums, or too far from the server's state.
 
-    Non-finite values are ignored here. The server drops such uploads, unless its own values are also non-finite.
+    Non-finite values are ignored here. The server drops uploads with non-finite values, unless the server's own values
+    are also non-finite.
 
     Args:
         uploads: Decoded upload of one client.

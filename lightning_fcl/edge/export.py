@@ -81,8 +81,8 @@ def export_int8_onnx(
 
     Uses ONNX Runtime's static quantization of convolutions and of the ReLU6 after them. Weights are int8 with one scale
     per channel. Activations are uint8 with the ranges of the calibration. All other operations stay in floating point.
-    PyTorch does not implement this arithmetic, so the outputs differ from PyTorch. To export exactly what PyTorch
-    computes, use `quantize_backbone` and `export_onnx`, which support chains of convolutions.
+    PyTorch does not implement this arithmetic, so the outputs differ from PyTorch. To keep PyTorch's outputs within
+    a tolerance, use `quantize_backbone` and `export_onnx`, which support chains of convolutions.
 
     Args:
         module: A classifier. It is exported in evaluation mode, and is not changed.

@@ -40,7 +40,7 @@ class StateEntry:
         layer: Name of the layer that contains the tensor.
         num_elements: Number of parameters. 0 for a counter, or for the scales of int8 weights.
         is_trained: Whether the tensor belongs to M_T.
-        nbytes: Bytes on the device. A tensor of M_T is stored unchanged (fp32). A matrix of M_F takes 1 byte per
+        nbytes: Bytes on the device. A tensor of M_T is stored unchanged (fp32). A matrix of M_F needs 1 byte per
             weight, and an fp32 scale for each row (output channel). A vector of M_F is fp32. An int8 tensor is
             unchanged.
         upload: Bytes that a node uploads in a round.
@@ -118,7 +118,7 @@ def measure_footprint(module: nn.Module, input_shape: Sequence[int], rules: Redu
         trained = {name for name in reductions if name.startswith("readout.")}
     else:
         state_names = {name for name, reduction in reductions.items() if reduction.is_uploaded or reduction.is_local}
-        # Statistics are trained too, although they have no gradient.
+        # Statistics also count as trained, although they have no gradient.
         trained = {name for name in state_names if reductions[name].is_uploaded and not reductions[name].is_downloaded}
         trained |= {name for name, p in module.named_parameters() if p.requires_grad and name in state_names}
     parameter = next((p for p in module.parameters() if p.is_floating_point()), torch.empty(0))
@@ -202,7 +202,7 @@ def _reservoir(task: ReservoirTask, sample: Tensor, entries: tuple[StateEntry, .
     """Return the footprint of a reservoir task.
 
     The reservoir is frozen. The readout adds each state's outer products to A and B (Bacciu et al. 2021, eq. 11-12). A
-    device computes one time step after the other. It stores the input of a step, and two states of the current layer.
+    device computes the time steps in sequence. It stores the input of a step, and two states of the current layer.
     """
     with torch.no_grad(), flop_counter() as counter:
         pooled = list(task.readout_inputs(sample))

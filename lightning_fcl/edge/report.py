@@ -2,8 +2,8 @@
 
 The modules `footprint` and `macs` define the counted quantities and their units. The file profiles.yaml contains the
 measurements on devices, and the assumptions for estimates of other models. M_F is computed again for each sample
-and epoch. The estimate excludes the computation and memory of callbacks (such as a teacher's forward pass or a replay
-buffer), the data, inputs that skip connections store, and the program itself.
+and epoch. The estimate excludes the computation and memory of callbacks, such as a teacher's forward pass or a replay
+buffer. It also excludes the memory of the data, of inputs that skip connections store, and of the program itself.
 """
 
 from __future__ import annotations
@@ -173,9 +173,10 @@ def device_report(
         link: Name of a link in profiles.yaml, or your own YAML file.
 
     Returns:
-        A dict of plain values, as in ``device.json``. It has ``parameters``, ``bytes``, ``macs`` of a sample,
-        ``memory`` (bytes), ``synchronisation`` (bytes per node and round, and time in s), ``time`` (s),
-        ``energy_mj`` of a local epoch, ``fits``, ``uncounted``, and the arguments.
+        A dict of plain values, as in ``device.json``. It has the keys ``parameters``, ``bytes``, ``macs`` (per sample),
+        ``memory`` (in bytes), ``synchronisation`` (bytes per node and round, and times in s), ``time`` (in s),
+        ``energy_mj`` (of a local epoch), ``fits`` (for each memory of the device) and ``uncounted`` (names of layers).
+        It also contains the arguments.
 
     Raises:
         ValueError: If an argument is out of range, or the module does not accept samples of this shape.

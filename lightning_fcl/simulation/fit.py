@@ -110,7 +110,7 @@ def announce_participation(federation: Federation) -> None:
 
 
 def take_over_steps(federation: Federation, trainer: L.Trainer) -> None:
-    """Take over gradient accumulation and schedulers with ``interval="step"``, to apply them to each client alone."""
+    """Take over gradient accumulation and schedulers with ``interval="step"``, to apply them to each client."""
     schedules, module, counters = trainer.strategy.lr_scheduler_configs, federation.module, federation.counters
     by_step = [config for config in schedules if config.interval == "step"]
     by_round = [config for config in schedules if config.interval != "step"]

@@ -119,7 +119,7 @@ class Round:
         finally:
             self.training.close()
             if self._read is not None:
-                self._read.close()  # Otherwise the garbage collector ends the workers, which takes seconds.
+                self._read.close()  # Otherwise the garbage collector would end the workers only seconds later.
                 self._read = None
 
     def finalize(self) -> None:

@@ -67,8 +67,8 @@ class FederatedStrategy(RanksStrategy):
     In a round, the participating clients download the server state, train on their own data for ``local_epochs``
     epochs, and upload. The server aggregates each tensor by its reduction. The LightningModule has the server state
     after the last client, before validation and before every epoch-end hook. State that is not in the module's
-    `state_dict`, such as non-persistent buffers and attributes, is restored for each client to its value at the start
-    of the round.
+    `state_dict`, such as non-persistent buffers and attributes, is restored for each client. Each client starts with
+    the values from the start of the round.
 
     Args:
         participation: Clients per round, sampled for each round. A float is a share of all clients, an int a number of
@@ -95,7 +95,7 @@ class FederatedStrategy(RanksStrategy):
         compression: Compression of uploads with error feedback: `lightning_fcl.federation.compression.TopK` or
             `Quantize`. It applies to trainable parameters, whose reductions have to be ``compressible``, such as
             ``mean``.
-        upload_transforms: Other transforms of uploads, see `lightning_fcl.federation.uploads.UploadTransform`. They
+        upload_transforms: Further transforms of uploads, see `lightning_fcl.federation.uploads.UploadTransform`. They
             run in the order of `lightning_fcl.federation.uploads.Stage`.
         on_empty_round: Action if all uploads of a round are dropped, for example because of non-finite values.
             ``"stop"`` ends the fit with an error, ``"warn"`` continues with the unchanged server state.
@@ -243,7 +243,7 @@ class FederatedStrategy(RanksStrategy):
             warn_of_local_tensors(self.federation)
 
     def setup_optimizers(self, trainer: L.Trainer) -> None:
-        """Create the optimizers. Meanwhile, the Trainer reports the number of steps of a client in a round."""
+        """Create the optimizers. `configure_optimizers` can read the number of steps of one client in a round."""
         stream, max_steps = find_stream(trainer), trainer.max_steps
         if stream is not None:
             stream.count_batches = partial(common_batches, self.federation)
@@ -253,7 +253,7 @@ class FederatedStrategy(RanksStrategy):
             trainer.fit_loop._combined_loader = None  # It was created without rounds.
 
     def teardown(self) -> None:
-        """Tear down. If a fit was resumed after its last round, first run its start and its end.
+        """Tear down. If a fit was resumed after its last round, first run the start and the end of the fit.
 
         Lightning skips the start and the end of such a fit. If a run was interrupted after its last checkpoint, the
         results that callbacks compute in ``on_train_end`` would then be missing.
@@ -278,7 +278,7 @@ class FederatedStrategy(RanksStrategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         if isinstance(dataloader, ClientLoader):
-            if not self.optimizers:  # `configure_optimizers` reads the number of steps.
+            if not self.optimizers:  # `configure_optimizers` runs, and can read the number of steps.
                 steps = math.ceil(len(dataloader) / self.federation.module.trainer.accumulate_grad_batches)
                 # Lightning uses the minimum of this number and the number of steps of all rounds, which is larger.
                 self.federation.module.trainer.fit_loop.epoch_loop.max_steps = steps
