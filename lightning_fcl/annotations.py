@@ -1,6 +1,7 @@
 """Comparison of arguments with their annotations.
 
-Covers numbers, choices, lists and mappings of them, and objects, for which a class is often passed by mistake.
+Values are compared with annotations of numbers, choices, lists, mappings and objects. For an object, a common mistake is
+to pass the class.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 _PACKAGE = "lightning_fcl"
-# Plain values are rejected if the annotation is a class of these packages.
+# A number, a string, None or a class is rejected if the annotation is a class of these packages.
 _STRICT = (_PACKAGE, "lightning", "numpy", "torch")
 _SEQUENCES = (list, tuple, Sequence, Iterable, Collection)
 _WORDS = {int: "a whole number", float: "a number", bool: "True or False", str: "a string", NoneType: "None"}
 _FUNCTION: Any = Callable
-# Modules of classes whose objects no recipe creates.
+# Modules of classes whose objects are never created from a recipe.
 _PLAIN = ("builtins", "types", "collections.abc", "pathlib", "typing")
 _TRUTH = dict.fromkeys(("true", "yes", "on", "1", "1.0"), True) | dict.fromkeys(
     ("false", "no", "off", "0", "0.0"), False
@@ -68,9 +69,9 @@ def field_types(kind: type) -> dict[str, Any]:
 
 
 def argument_types(make: Callable[..., object]) -> dict[str, tuple[Any, object]]:
-    """Return the type and the default of each argument of a class or function.
+    """Return a pair (type, default) for each argument of a class or function, by the argument's name.
 
-    The default is `Parameter.empty` if the argument has none.
+    The default is `Parameter.empty` if the argument has no default.
     """
     function = unwrap(make.__init__ if isinstance(make, type) else make)  # type: ignore[misc]
     module = getattr(function, "__module__", None) or make.__module__
@@ -81,7 +82,7 @@ def argument_types(make: Callable[..., object]) -> dict[str, tuple[Any, object]]
 
 
 def all_argument_types(make: Callable[..., object]) -> dict[str, Any]:
-    """Return the types of the arguments of a class or function, and of arguments that a class can pass to its bases."""
+    """Return the types of the arguments of a class or function. For a class, include arguments of its base classes."""
     types: dict[str, Any] = {}
     for base in reversed(make.__mro__) if isinstance(make, type) else (make,):
         with suppress(TypeError, ValueError):  # A built-in class may have no signature.
@@ -148,7 +149,7 @@ def _accepts_object(value: Any, kind: type, type_arguments: Sequence[Any]) -> bo
 
 
 def _makes_callables(kind: type, type_arguments: Sequence[Any]) -> bool:
-    """Return whether instances of a class are callable, but are not the results that the annotation expects."""
+    """Return whether instances of a class are callable, and the class is not the return type of the annotation."""
     result = type_arguments[-1] if type_arguments else Any
     is_expected = isinstance(result, type) and issubclass(kind, result)
     return not is_expected and any("__call__" in vars(base) for base in kind.__mro__)
@@ -277,12 +278,12 @@ def _arguments(kind: type) -> str:
 
 
 def members(hint: Any) -> Sequence[Any]:
-    """Return the members of a union, or the annotation itself."""
+    """Return the members of a union. For another annotation, return the annotation itself in a tuple."""
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
 def item_type(hint: Any) -> Any:
-    """Return the annotation of the items of a list, or of the values of a dictionary. `Any` if it is unknown.
+    """Return the annotation of the items of a list, or of the values of a dictionary. Return `Any` if it is unknown.
 
     Example:
         >>> item_type(int | list[str]), item_type(Mapping[str, float]), item_type(int)
@@ -303,7 +304,7 @@ def is_maker(hint: Any) -> bool:
 def object_types(hint: Any) -> tuple[type, ...]:
     """Return the classes whose objects an annotation accepts. Plain types such as `int` and `str` are not returned.
 
-    For an annotation of a function, return the classes of its result.
+    For an annotation of a function, return the classes of its return value.
 
     Example:
         >>> from fractions import Fraction

@@ -6,10 +6,11 @@ after it has looked up the strategy.
 
 ``import lightning_fcl`` does not import Lightning, and a script may use no other name of this package before it creates
 a Trainer. Therefore, a finder on ``sys.meta_path`` waits for the import of the module that creates the registry. The
-finder is removed after that module has been imported. No finder is installed if Lightning has been imported before.
+finder is removed after that module has been imported. No finder is installed if that module has been imported before.
 
-The alternative is a lazy module ``lightning`` in ``sys.modules``. Code that tests whether Lightning is imported would
-mistake the lazy module for Lightning, and code that inspects ``sys.modules`` would import Lightning.
+The alternative is to put a lazy module ``lightning`` into ``sys.modules``. But other code can check ``sys.modules`` to
+find out whether Lightning is imported, and would find the lazy module. Code that reads its attributes would import
+Lightning.
 """
 
 from __future__ import annotations

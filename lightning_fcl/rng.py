@@ -1,4 +1,4 @@
-"""Random numbers that depend only on a key: the same on every machine and in every order of clients."""
+"""Random numbers that depend only on a key. They do not depend on the machine or on the order of clients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def global_seed() -> int:
 
 
 def derive_seed(seed: int, *key_parts: str | int) -> int:
-    """Return a seed that depends only on the arguments: the same on every machine and in every order of clients."""
+    """Return a seed that depends only on the arguments, and not on the machine or on the order of clients."""
     digest = hashlib.sha256("\x1f".join(map(str, (seed, *key_parts))).encode()).digest()
     return int.from_bytes(digest[:7], "little")
 
@@ -32,8 +32,8 @@ def derive_seed(seed: int, *key_parts: str | int) -> int:
 def seed_all(seed: int, *key_parts: str | int) -> None:
     """Seed the global random generators of torch, NumPy and Python. The seed depends only on the arguments."""
     value = derive_seed(seed, *key_parts)
-    # `torch.manual_seed` is slower: it records a stack trace for each kind of GPU that is not in use. All of them take
-    # about a millisecond.
+    # `torch.manual_seed` is slower. For each kind of GPU that is not in use, it records a stack trace. In total, this
+    # takes about 1 ms.
     torch.default_generator.manual_seed(value)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(value)
@@ -54,7 +54,7 @@ def hash_names(clients: Sequence[str]) -> Keys:
 
 
 def derive_keys(names: Keys, seed: int, *key_parts: str | int) -> Keys:
-    """Return the keys of `make_client_keys` from the clients' `hash_names`."""
+    """Return the same keys as `make_client_keys`, but from the result of `hash_names` for the clients."""
     return _mixed(names + np.uint64(derive_seed(seed, *key_parts)))
 
 

@@ -1,4 +1,4 @@
-"""Snapshots of attributes, containers, tensors and random generators: compare, restore and seed them."""
+"""Snapshots of attributes, containers, tensors and random generators. Functions find changes and restore old values."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LEFT_ALONE = (
     *("matplotlib.", "wandb.", "mlflow.", "comet_ml.", "neptune.", "clearml.", "tensorboard", "aim."),
     *("_pytest.", "pluggy."),
 )
-"""Packages whose objects are never inspected: Lightning, metrics, processes, files, loggers, pytest and others."""
+"""Prefixes of module names. Objects of classes in these modules are never inspected, for example loggers and threads."""
 
 _GONE = object()
 
@@ -104,7 +104,10 @@ class NamedValues:
 
 
 class ValueKind(NamedTuple):
-    """Functions that read, write, compare and copy the content of a type. Only random generators have ``seed``."""
+    """Functions that read, write, compare and copy the content of a type. Only random generators have ``seed``.
+
+    ``can_change`` returns whether the content of a value can be overwritten.
+    """
 
     types: type | tuple[type, ...]
     read: Callable[[Any], Any]
@@ -119,8 +122,8 @@ class ValueKind(NamedTuple):
 class ContainerValue:
     """A snapshot of the content of a container, a tensor, an array or a random generator.
 
-    A list is a record if items are appended to it. The appended items are stored apart from the snapshot, so that they
-    can be hidden and shown.
+    A list to which items are appended is called a record. The appended items are stored separately from the snapshot,
+    so that they can be removed from the list and written to it again.
 
     Args:
         name: Name of the value.
@@ -128,7 +131,7 @@ class ContainerValue:
         kind: Functions for the content of the object.
         saved: Content at the time of the snapshot.
         history: Items that clients have appended to a list.
-        base: Content that counts as unchanged. For a record that is shown, ``saved`` and ``history`` together.
+        base: Content that counts as unchanged. If the appended items are in the list, ``saved + history``.
         earlier: Number of items in ``history`` that were appended in earlier rounds.
     """
 
@@ -144,7 +147,10 @@ class ContainerValue:
         self.base = self.saved
 
     def load_history(self, record: ContainerValue | None) -> None:
-        """Take over and hide the history of the previous round's snapshot, unless the list has changed since."""
+        """Take over the history of the previous round's snapshot, and remove its items from the list.
+
+        Does nothing if the list has changed since the previous round.
+        """
         if record is not None and _same_items(self.value, record.base):
             self.saved = self.base = record.saved
             self.history = record.history
@@ -152,7 +158,7 @@ class ContainerValue:
             self.value[:] = self.saved
 
     def gather(self, items: list[Any]) -> None:
-        """Replace the items that were appended in this round, and show the record."""
+        """Replace the items that were appended in this round, and write all appended items to the list."""
         self.history[self.earlier :] = items
         self.show()
 
@@ -178,7 +184,7 @@ class ContainerValue:
         if isinstance(self.value, list) and _same_items(current_content[: len(self.base)], self.base):
             yield Change(self.name, partial(self._gather, current_content), tuple, bool, grown=True)
         else:
-            # The changed content of a list is shown again. Other kinds of values, such as tensors, stay restored.
+            # `redo` writes the changed content of a list again. Other values, such as tensors, keep the restored content.
             shown_content = current_content if isinstance(current_content, list) else self.base
             write = partial(self.kind.write, self.value)
             yield Change(
@@ -275,5 +281,5 @@ def find_kind(value: object) -> ValueKind | None:
 
 
 def is_of(value: object, packages: tuple[str, ...]) -> bool:
-    """Return whether the class of a value, or one of its base classes, belongs to one of some packages."""
+    """Return whether the class of a value, or one of its base classes, is in a module with one of these prefixes."""
     return any(kind.__module__.startswith(packages) for kind in type(value).__mro__)

@@ -47,7 +47,8 @@ _DISTRIBUTIONS = {"PIL": "pillow", "avalanche": "avalanche-lib", "sklearn": "sci
 def did_you_mean(name: object, candidates: Iterable[str], cutoff: float = 0.6) -> str:
     """Return a sentence that suggests the most similar known name, or "" if no known name is similar.
 
-    The sentence starts with a space and ends the message about an unknown name.
+    If a value of another type prints as a known name, the sentence says to write the value as text. The sentence starts
+    with a space and is appended to the message about an unknown name.
     """
     nearest = nearest_name(name, candidates, cutoff)
     # A value of another type can print as a known name, such as the number 1 and the name "1".
@@ -71,12 +72,12 @@ def format_names(names: Iterable[object], max_names: int = 10) -> str:
 
 
 def format_code_names(names: Iterable[object]) -> str:
-    """Return at most three names of tensors or arguments as code for a message, and the number of remaining names."""
+    """Return at most three names as code for a message, and the number of the remaining names."""
     return format_names((f"`{name}`" for name in names), max_names=3)
 
 
 def check_clients(setting: str, client_ids: Iterable[str], clients: Collection[str]) -> None:
-    """Raise UnknownNameError if a name is not the name of a client of the stream.
+    """Raise UnknownNameError if a name in ``client_ids`` is not a client of the stream.
 
     Args:
         setting: Name of the argument for the message.
@@ -144,9 +145,9 @@ def check_lightning_namespace(*objects: object) -> None:
 
 
 def warn_other_lightning() -> None:
-    """Log a warning for each imported module class that derives from the LightningModule of `pytorch_lightning`.
+    """Log a warning for each imported class whose direct base class is the LightningModule of `pytorch_lightning`.
 
-    A Trainer rejects such a module before the strategy can check it.
+    A Trainer rejects an instance of this class before the strategy can check the instance.
     """
     package = sys.modules.get("pytorch_lightning")
     for kind in package.LightningModule.__subclasses__() if package is not None else ():
@@ -160,7 +161,7 @@ def _check_range(
     """Raise TypeError or ValueError if an argument is not a number, or is outside of a range.
 
     Args:
-        expected: Name of the range for the message.
+        expected: Description of the range for the message.
         arguments: Values by name.
         low: Lower bound.
         high: Upper bound.
@@ -196,7 +197,7 @@ def between(low: float, high: float, **arguments: float) -> None:
 
 
 def unit_interval(**arguments: float) -> None:
-    """Raise ValueError if an argument is not above 0 and at most 1."""
+    """Raise ValueError if an argument is at most 0 or above 1."""
     _check_range("above 0 and at most 1", arguments, 0, 1, is_open=True)
 
 
@@ -239,9 +240,9 @@ def validated(default: Value, check: Callable[..., None], *bounds: object) -> Va
 
 
 def validate_fields(instance: object) -> None:
-    """Raise TypeError or ValueError if a field of a dataclass does not match its annotation or is out of range.
+    """Raise TypeError if a field of a dataclass does not match its annotation, or ValueError if it is out of range.
 
-    `validated` declares the range. NumPy numbers are converted to Python numbers.
+    The range is declared by `validated`. NumPy numbers are converted to Python numbers.
     """
     kind: type = type(instance)
     types = field_types(kind)
@@ -264,7 +265,7 @@ def validate_fields(instance: object) -> None:
 
 
 def check_argument(name: str, value: object, hint: Any, default: object = Parameter.empty) -> Any:
-    """Return the value of an argument. A NumPy number is converted to a Python number.
+    """Return the value of an argument if the annotation accepts it. Convert a NumPy number to a Python number.
 
     Raises:
         TypeError: If the value does not match the annotation.

@@ -1,8 +1,7 @@
-"""Atomic writes, locks, and temporary folders that are removed at the latest when their process ends.
+"""Atomic writes, locks and temporary folders.
 
-A file is written under a temporary name and then renamed, so that an interruption leaves no half-written file.
-Temporary files and folders are locked while their process runs. If a process is killed, the next process reuses or
-removes its temporary files.
+A file is written under a temporary name and then renamed, so that an interruption leaves no incomplete file. A process
+locks its temporary files and folders until it ends. If a process is killed, a later process reuses or removes them.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def atomic_path(path: Path, size: int | None = None, sync: bool = True) -> Itera
     Args:
         path: Path of the file.
         size: Size of the file in bytes, for the message about a full disk.
-        sync: Whether the file must survive a power failure from then on. Otherwise, call `sync_files` later.
+        sync: Whether the file must survive a power failure as soon as the block ends. If False, call `sync_files` later.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     with disk_error_context(path, size):
@@ -75,12 +74,12 @@ def atomic_path(path: Path, size: int | None = None, sync: bool = True) -> Itera
 def disk_error_context(
     path: Path, size: int | None = None, remedy: str = "resume from the newest checkpoint"
 ) -> Iterator[None]:
-    """Convert errors of the disk to one error that explains why a path cannot be written, and how to fix it.
+    """Convert an error of the disk to an error that explains why a path cannot be written and how to fix the problem.
 
     Args:
         path: Path to be written.
         size: Required size in bytes, for the message about a full disk.
-        remedy: Action for the hint after "Free disk space, then".
+        remedy: Action that the hint names after "Free disk space, then".
 
     Raises:
         DiskFullError: If the disk is full, or the disk quota is reached.
@@ -112,7 +111,8 @@ def disk_error_context(
 def file_lock(path: Path) -> Iterator[None]:
     """Hold an exclusive lock on a path during the block. Other processes wait for the lock.
 
-    The lock file is created before the block and removed after it.
+    The lock file is created before the block and removed after it. Windows and some file systems do not support locks.
+    There, the block runs without a lock.
     """
     with disk_error_context(path):
         descriptor = _lock(path)
@@ -133,7 +133,7 @@ def write_atomic(path: Path, content: str | bytes, sync: bool = True) -> Path:
 
 
 def append(path: Path, size: int, data: bytes) -> None:
-    """Write data after the first ``size`` bytes of a file. All later bytes of the file are replaced."""
+    """Keep the first ``size`` bytes of a file, and replace all later bytes by ``data``. Create the file if needed."""
     with disk_error_context(path, len(data)):
         is_new = not path.exists()
         path.touch()
@@ -180,6 +180,8 @@ def _sync(path: Path) -> None:
 def run_lock(folder: Path) -> Iterator[None]:
     """Prevent other processes from training in the folder of a run until the block or this process ends.
 
+    On Windows, the folder is not locked.
+
     Raises:
         InvalidValueError: If another process is training in the folder.
     """
@@ -203,13 +205,13 @@ def run_lock(folder: Path) -> Iterator[None]:
 
 
 class TemporaryFolder:
-    """A temporary folder that is removed when this object is deleted, at the latest when the process ends.
+    """A temporary folder that is removed when this object is deleted or when the process ends.
 
-    The folder is in the system's temporary directory. Folders of killed processes are removed when the next temporary
-    folder is created.
+    The folder is in the system's temporary directory. If a process is killed, its folder is removed when a process of
+    the same user creates the next temporary folder.
 
     Args:
-        name: Part of the name of the folder.
+        name: Part of the folder's name.
 
     Attributes:
         path: Path of the folder.
@@ -248,7 +250,7 @@ def private_temporary_folder() -> Iterator[None]:
 
 
 def remove_temporary() -> None:
-    """Remove the temporary files and folders of this process. Call this before an exit without other cleanup."""
+    """Remove the temporary files and folders of this process. Call this before an exit that skips all other cleanup."""
     for path in [*_temporary]:
         _remove(path)
 
@@ -269,7 +271,7 @@ def _leave(path: Path, descriptor: int | None) -> None:
 
 
 def _sweep(parent: Path) -> None:
-    """Remove temporary folders of the current user whose lock is free because their process was killed."""
+    """Remove temporary folders of the current user if their lock is free. Their process was killed."""
     if sys.platform == "win32":
         return
     for folder in parent.glob(f"{_PREFIX}*"):
@@ -285,14 +287,14 @@ def _sweep(parent: Path) -> None:
 
 
 def _lock(path: Path, wait: bool = True) -> int | None:
-    """Create and lock a file until its descriptor is closed, at the latest when this process ends.
+    """Create and lock a file, and return its descriptor. Closing the descriptor or ending the process unlocks the file.
 
-    Return the descriptor, or None if the system or the file system does not support locks.
+    Return None if the system or the file system does not support locks.
     """
     if sys.platform == "win32":
         return None
     while True:
-        if path.is_symlink():  # writing must not change the target of a link
+        if path.is_symlink():  # the process must not write to the target of a link
             path.unlink()
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:

@@ -1,4 +1,4 @@
-"""Finding, downloading and reading checkpoints. Checksums are verified, and only tensors and plain values are read."""
+"""Functions that find, download and read checkpoints, and verify their checksums."""
 
 import os
 import pickletools
@@ -55,8 +55,8 @@ def require_checkpoint_file(path: str | Path) -> Path:
 def read_checkpoint(reader: Callable[[BufferedReader], Any], path: str | Path) -> dict[str, Any]:
     """Return the content of a checkpoint after checking the file.
 
-    The checksums in the file are verified because torch does not verify them. Otherwise, a number that has changed on
-    the disk would be loaded silently.
+    The checksums in the file are verified because torch does not verify them. Without this check, a number that has
+    changed on the disk would be loaded without an error.
 
     Args:
         reader: Function that reads the open file, such as `torch.load`.
@@ -94,9 +94,9 @@ def check_zip(file: BufferedReader) -> None:
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """Return the undamaged checkpoint of the latest epoch and step in a folder, or None if there is none.
+    """Return the undamaged checkpoint with the highest epoch and step in a folder, or None if there is none.
 
-    The modification time of the files is used only for checkpoints of the same step.
+    If two checkpoints have the same epoch and step, return the checkpoint that was modified last.
     """
     moments = {}
     for path in folder.glob("*.ckpt"):
@@ -104,7 +104,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
             with open_file(path) as file, ZipFile(file) as archive:
                 check_zip(file)
                 content = archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl")))
-            # The first operations of the pickle contain epoch and step. They are listed without being executed.
+            # The first operations of the pickle contain epoch and step. They are parsed without being executed.
             first = islice(pickletools.genops(content), 12)
             words = [word for code, word, _ in first if word is not None and "PUT" not in code.name]
             state = dict(pairwise(words))
@@ -153,6 +153,6 @@ def get_run_checkpoint(run: Path) -> Path:
 
 
 def _instead(file: Path) -> str:
-    """Return a hint that names another checkpoint to use."""
+    """Return a hint to use the newest undamaged checkpoint in the file's folder, or another checkpoint if none is left."""
     newest = newest_checkpoint(file.parent)
     return "Use another checkpoint." if newest in (None, file) else f"Use {newest}, the newest undamaged one there."

@@ -1,4 +1,4 @@
-"""SHA-256 checksums of files, and lists of them."""
+"""SHA-256 checksums of files, and files that list checksums."""
 
 import hashlib
 import re
@@ -19,9 +19,9 @@ def sha256(path: Path) -> str:
 
 
 def read_checksums(path: Path) -> dict[str, str]:
-    """Return the SHA-256 checksum of each file in a list, by name of the file.
+    """Read a list of checksums. Return the SHA-256 checksum of each listed file, by file name.
 
-    The list itself needs no checksum: if it is damaged, its checksums do not match the files.
+    The list itself has no checksum. If the list is damaged, its checksums do not match the files.
     """
     lines = read_text(path, errors="replace").removesuffix("\n").split("\n")
     for line in lines:
@@ -35,12 +35,12 @@ def read_checksums(path: Path) -> dict[str, str]:
 
 
 def write_checksums(path: Path, digests: Mapping[str, str]) -> Path:
-    """Write a list of SHA-256 checksums by name of the file, and return its path."""
+    """Write a list of SHA-256 checksums, sorted by file name. Return the path of the list."""
     return write_atomic(path, "".join(f"{name} {digests[name]}\n" for name in sorted(digests)))
 
 
 def check_digest(path: Path, digest: str) -> None:
-    """Raise InvalidValueError if the SHA-256 checksum of a file differs from the published one."""
+    """Raise InvalidValueError if the SHA-256 checksum of a file differs from ``digest``."""
     if sha256(require_file(path, "", "Get the file again.")) != digest:
         raise InvalidValueError(
             f"Expected {path} to match its published checksum, but its checksum differs: the file is damaged.",

@@ -1,4 +1,4 @@
-"""Verified downloads, and sources of files such as datasets: their layouts on disk, and hints if files are missing."""
+"""Verified downloads of files, and the sources that describe where datasets come from and how they are stored."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from lightning_fcl.validation import require_package
 
 
 def download(url: str, path: Path, digest: str, next_step: str = "") -> Path:
-    """Download a file, verify its checksum, and return its path. A file that is complete is not downloaded again.
+    """Download a file, verify its checksum, and return its path. Skip the download if the file has this checksum.
 
-    An existing file with another checksum is kept until the download is complete.
+    An existing file with a different checksum is kept until the download is complete.
 
     Args:
         url: URL of the file.
         path: Path to write the file to.
-        digest: Checksum of the file, SHA-256 or with the algorithm as in ``"md5:..."``.
+        digest: SHA-256 checksum of the file. For another algorithm, a checksum with its name, such as ``"md5:..."``.
         next_step: Continuation of the hint to download the file by hand, such as " and run a command to unpack it".
 
     Raises:
         ConnectionFailedError: If the download fails, or if a download is needed in offline mode.
-        InvalidValueError: If the downloaded file has another checksum.
+        InvalidValueError: If the checksum of the downloaded file differs from ``digest``.
     """
     pooch = require_package("pooch", "downloads files and verifies them")
     requests = require_package("requests", "downloads files")
@@ -72,14 +72,15 @@ def data_root(root: str | Path | None = None) -> Path:
 
 @dataclass(frozen=True)
 class Layout:
-    """One layout of files on disk: a file with a given name, or a folder with given content.
+    """One way in which files can be stored on disk: a file with a given name, or a folder with given content.
 
     Args:
         name: Name of the layout.
         paths: Paths relative to the root. The first path that matches is used. ``"."`` is the root itself.
-        markers: Glob patterns of files in the folder. Each of them must match. ``|`` separates alternatives in a
-            pattern. Without markers, the layout is a single file.
-        required_file: Regular expression for the path of a match relative to the folder. Must match the whole path.
+        markers: Glob patterns for files in the folder. Each pattern must match a file. ``|`` separates alternatives in
+            a pattern. Without markers, the layout is a single file.
+        required_file: Regular expression. It must match the whole path, relative to the folder, of a file that a marker
+            finds.
     """
 
     name: str
@@ -101,23 +102,25 @@ class Layout:
 
 @dataclass(frozen=True)
 class Source:
-    """A source of files such as a dataset: its license, its download and its layouts on disk.
+    """A source of files, such as a dataset: its license, its download, and the layouts in which it can be stored.
 
     Args:
-        name: Name of the source in commands.
+        name: Name of the source in CLI commands.
         title: Name of the files in messages, such as "the ORL faces".
         content: Description of the files.
         license: License of the files.
         citation: Citation of the files.
-        url: URL of the file to download. Without a digest, the page that offers the files. Empty if another package
-            contains the files.
+        url: URL of the file to download. Without ``digest``, the URL of the page that offers the files. Empty if
+            another package contains the files.
         size: Size of the download.
-        layouts: Layouts that can be read, the preferred layout first.
+        layouts: Supported layouts, the preferred layout first.
         expected_files: Names of files that the folder of the datasets can contain, for messages.
-        digest: SHA-256 of the file at ``url``, or another digest as in ``"md5:..."``. Empty for no download.
+        digest: SHA-256 checksum of the file at ``url``, or another checksum such as ``"md5:..."``. Empty if the files
+            cannot be downloaded.
         archive: Path of the download relative to the root.
-        folder: Folder to unpack from the archive. The archive is deleted afterwards. Empty to keep the archive packed.
-        manual_steps: Hint for files that cannot be downloaded. ``{url}`` and ``{root}`` are replaced.
+        folder: Folder in the archive to unpack. The archive is deleted afterwards. If empty, the archive is not
+            unpacked.
+        manual_steps: Hint for files that cannot be downloaded. Can contain the placeholders ``{url}`` and ``{root}``.
     """
 
     name: str
@@ -171,7 +174,13 @@ class Source:
     def download(self, root: str | Path | None = None) -> Path:
         """Download, verify and unpack the files, and return their path.
 
-        Existing files are not downloaded again. An interrupted download leaves no incomplete files.
+        Existing files are not downloaded again. An interrupted download leaves no incomplete files. If the source has
+        no download, return the path of the existing files.
+
+        Raises:
+            MissingFileError: If the source has no download, and its files do not exist on disk.
+            ConnectionFailedError: If the download fails.
+            FileAccessError: If the archive cannot be unpacked.
         """
         root = data_root(root)
         if not self.digest:
@@ -185,8 +194,8 @@ class Source:
         target = archive.parent / self.folder
         try:
             with tempfile.TemporaryDirectory(dir=archive.parent, prefix="unpacking-") as scratch:
-                # The verified archive is trusted not to fill the disk. The filter for tar files, and shutil for zip
-                # files, prevent writing outside of the scratch folder.
+                # The size of the unpacked files is not limited, because the archive is verified. The tar filter and
+                # shutil's code for zip files prevent writing outside of the scratch folder.
                 shutil.unpack_archive(archive, scratch, filter=None if archive.suffix == ".zip" else "data")
                 (Path(scratch) / self.folder).rename(target)
         except Exception as error:  # a damaged archive can cause any error in its reader

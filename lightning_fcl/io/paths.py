@@ -7,7 +7,7 @@ from unicodedata import is_normalized
 
 from lightning_fcl.errors import InvalidValueError
 
-# Maximum length of a name in bytes. File systems allow 255, and a temporary file has a longer name.
+# Maximum length of a name in bytes. File systems allow 255 bytes, and the name of a temporary file is longer.
 _LONGEST = 240
 _PLAIN = re.compile(r'[^/\\:*?"<>|]*[^/\\:*?"<>| .]')
 _RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)( *\..*)?", re.IGNORECASE)
@@ -21,16 +21,16 @@ def cache_folder() -> Path:
 def safe_join(folder: Path, *names: object) -> Path:
     """Return the path of a name inside a folder. The name can come from an untrusted file or message.
 
-    Each part of a name must mean the same file on every operating system. A part is rejected in these cases:
+    Each part of a name must refer to the same file on every operating system. A part is rejected in these cases:
 
     - It is ``..``, or a reserved name such as ``con``.
     - It contains a drive, a separator or a character that is not printable.
     - It ends in a space or a dot.
     - It is not in Unicode form NFKC.
-    - It has more than 240 bytes.
+    - It is longer than 240 bytes.
 
     Args:
-        folder: The folder. It can be a link itself, but no link inside the folder may lead out of it.
+        folder: The folder. The folder itself can be a link, but a link inside the folder must not lead out of it.
         *names: Names to join. A name can contain several parts with ``/`` between them.
 
     Raises:
@@ -52,6 +52,6 @@ def safe_join(folder: Path, *names: object) -> Path:
 
 
 def _is_plain(name: str) -> bool:
-    """Return whether a name has a single part that means the same file on every operating system."""
+    """Return whether a name has a single part that refers to the same file on every operating system."""
     plain = _PLAIN.fullmatch(name) and not _RESERVED.fullmatch(name) and is_normalized("NFKC", name)
     return bool(plain) and name.isprintable() and len(name.encode()) <= _LONGEST

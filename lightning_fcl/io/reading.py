@@ -1,4 +1,4 @@
-"""Checks of files before they are read, and a uniform error for each damaged file."""
+"""Checks of files before they are read, and one kind of error for damaged files."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from lightning_fcl.library_errors import first_line
 
 REDOWNLOAD_HINT = "Delete this copy and get the file again."
 LIMIT = "LIGHTNING_FCL_MAX_BYTES"
-"""Environment variable that limits the size in bytes of the content of a file, after decompression."""
+"""Name of the environment variable with the maximum size in bytes of a file's content, after decompression."""
 _LEAST, _RATIO = 2_000_000_000, 20
 _FLAGS = sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_CLOEXEC", "O_NOCTTY", "O_BINARY"))
 _PIECE = 2**20
@@ -97,7 +97,7 @@ def _other_kind(file_status: os.stat_result) -> str:
 
 @contextmanager
 def as_file_error(path: Path, description: str, remedy: str = REDOWNLOAD_HINT) -> Iterator[None]:
-    """Convert every error of a reader to an error that names the file.
+    """Convert every error of a reader, except MemoryError, to an error that names the file.
 
     Args:
         path: Path of the file.
@@ -139,11 +139,11 @@ class LimitError(ValueError):
 
 
 def check(condition: object, message: str) -> None:
-    """Raise ValueError if a condition about the content of a file is false.
+    """Raise ValueError if a condition that the content of a file must meet is false.
 
     Args:
-        condition: The condition.
-        message: Description of the actual content. `as_file_error` inserts it after "got:".
+        condition: The condition, which must be true.
+        message: Description of the actual content. `as_file_error` writes it after "got:".
     """
     if not condition:
         raise ValueError(message)
@@ -173,7 +173,7 @@ def check_size(size: int, packed: int = 0, max_bytes: int | None = None) -> None
 
 
 def check_members(archive: ZipFile, packed: int) -> None:
-    """Raise an error if the content of a zip file is too large or has an unusual compression method.
+    """Raise an error if the content of a zip file is too large or uses an unsupported compression method.
 
     Only the directory of the zip file is read.
     """

@@ -1,6 +1,6 @@
-"""Reading of untrusted YAML within limits. Each error names the file.
+"""Reading of untrusted YAML with limits. Each error names the file.
 
-Size, depth and expanded aliases are limited, so that a small file cannot expand to unlimited content.
+The size, the depth and the number of values are limited, so that a small file cannot expand to unlimited content.
 """
 
 import re
@@ -31,7 +31,7 @@ MAX_DEPTH = 100
 
 
 class _LimitError(yaml.YAMLError):
-    """A document exceeds a limit. Has a hint on how to fix it."""
+    """A document exceeds a limit. The error has a hint on how to fix the document."""
 
     def __init__(self, message: str, hint: str) -> None:
         super().__init__(f"{message} {hint}")
@@ -46,7 +46,7 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+[
 
 
 def read_yaml(path: Path) -> Any:
-    """Return the content of a YAML file within limits.
+    """Return the content of a YAML file that does not exceed the limits.
 
     Raises:
         MissingFileError: If there is no such file.
@@ -63,7 +63,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def load_yaml(text: str) -> Any:
-    """Return the content of a YAML document within limits.
+    """Return the content of a YAML document that does not exceed the limits.
 
     Raises:
         yaml.YAMLError: If the document is not YAML, or exceeds a limit.
@@ -79,11 +79,11 @@ def parse_dataclass(kind: type[Document], content: object, source: object, **pre
         kind: The dataclass.
         content: Content of the document, a mapping of field names to plain values.
         source: Name of the document for messages.
-        **prepared_fields: Values of the other fields. If a field can name a class, prepare it, because jsonargparse
+        **prepared_fields: Values of the other fields. Pass fields that can name a class here, because jsonargparse
             would import the class.
 
     Raises:
-        InvalidValueError: If the content is no mapping, or a value is invalid.
+        InvalidValueError: If the content is not a mapping, or a value is invalid.
         UnknownNameError: If a name is not the name of a field.
     """
     jsonargparse = require_package("jsonargparse", "reads documents")
@@ -131,7 +131,7 @@ def resolve_class(path: str) -> Any:
 
 
 def check_yaml(text: str) -> None:
-    """Raise yaml.YAMLError if a document is too large, is nested too deep, or expands too far by its aliases."""
+    """Raise yaml.YAMLError if a document is too large, is nested too deep, has too many values, or repeats a key."""
     if len(text) > MAX_SIZE:
         raise _LimitError(f"Expected at most {MAX_SIZE} characters but got {len(text)}.", "Shorten the document.")
     depth = 0
@@ -155,7 +155,12 @@ def check_yaml(text: str) -> None:
 
 
 def _size(node: yaml.Node, size_by_id: dict[int, int]) -> int:
-    """Return the number of values of a node. A node that contains itself causes a RecursionError."""
+    """Return the number of values of a node, including repeats by aliases.
+
+    Raises:
+        RecursionError: If the node contains itself.
+        yaml.YAMLError: If a mapping has the same key twice.
+    """
     if id(node) not in size_by_id:
         seen_keys: set[object] = set()
         for key, _ in node.value if isinstance(node, yaml.MappingNode) else []:

@@ -1,6 +1,7 @@
-"""Networks of the papers. Each network is a plain ``nn.Module`` and is imported on first use of its name.
+"""Networks of the papers. Each network is a plain ``nn.Module``. A network is imported on first use of its name.
 
-Losses, training and Lightning code belong to tasks. Networks do not define how their state is uploaded or downloaded.
+The package ``tasks`` contains losses, training steps and Lightning code. Networks do not define how their state is
+uploaded or downloaded.
 """
 
 import lazy_loader

@@ -25,8 +25,8 @@ class FrozenBackbone(Serializable):
 
     Args:
         network: Network that maps normalized images (batch, 3, size, size) to features (batch, features).
-        size: Height and width in pixels to which images are resized. Resizing is bicubic, ignores the aspect ratio, and
-            is antialiased for larger images.
+        size: Height and width in pixels to which images are resized. Resizing is bicubic and ignores the aspect ratio.
+            Antialiasing is used if an image is larger than ``size``.
         mean: Means of red, green and blue to subtract from pixels in [0, 1].
         std: Standard deviations of red, green and blue to divide by.
 
@@ -55,7 +55,7 @@ class FrozenBackbone(Serializable):
         # On CPUs, the channels-last memory format takes about 0.6 of the time.
         self.network = network.to(memory_format=torch.channels_last)
         self.size = size
-        # True if an installed package contains the weights.
+        # True if the weights are part of an installed package.
         self.has_packaged_weights = False
         for name, values in (("mean", mean), ("std", std)):
             self.register_buffer(name, torch.tensor(values).view(3, 1, 1))
@@ -64,7 +64,7 @@ class FrozenBackbone(Serializable):
             self.features = int(network(torch.zeros(1, 3, size, size)).shape[1])
 
     def train(self, mode: bool = True) -> Self:
-        """Keep evaluation mode, and return the module."""
+        """Return the module without changing its mode. The module always stays in evaluation mode."""
         return super().train(False)
 
     def extra_repr(self) -> str:
@@ -111,24 +111,24 @@ class FrozenBackbone(Serializable):
 def frozen_backbone(
     name: str = _LITE0, weights: str | None = None, sha256: str | None = None, size: int | None = None
 ) -> FrozenBackbone:
-    """Return a network pre-trained on photographs that computes features and is no longer trained.
+    """Return a frozen network that was pre-trained on photographs and computes features of images.
 
     ``"efficientnet_lite0"`` (1280 features) is installed with the extra ``backbones``. It is EfficientNet-Lite0 (Tan
     and Le, 2019, "EfficientNet: rethinking model scaling for convolutional neural networks", ICML), without
-    squeeze-excite and with ReLU6 instead of swish, trained on ImageNet-1k. It was therefore trained on the classes of
-    every dataset that is derived from ImageNet. Nothing is downloaded.
+    squeeze-excite and with ReLU6 instead of swish, trained on ImageNet-1k. Its training images can therefore include
+    classes and images of datasets that are derived from ImageNet. Nothing is downloaded.
 
     Args:
         name: ``"efficientnet_lite0"``, or any network of timm for which you have the weights.
-        weights: File with the weights, with timm's names of tensors. A ``.safetensors`` file, or a file of torch that
-            contains only tensors.
+        weights: Path of a file whose tensors have timm's names. Either a ``.safetensors`` file, or a file written by
+            torch that contains only tensors.
         sha256: Expected SHA-256 checksum of the file. None to skip the check.
-        size: Height and width in pixels to which images are resized. Defaults to 128 for ``"efficientnet_lite0"``
-            with its packaged weights, otherwise to the input size of the network in timm.
+        size: Height and width in pixels to which images are resized. The default is 128 for ``"efficientnet_lite0"``
+            with its packaged weights. For other networks or weights, the default is the network's input size in timm.
 
     Raises:
         ValueError: If timm has no such network, the weights belong to another network, or the checksum differs.
-        ModuleNotFoundError: If the extra is not installed.
+        ModuleNotFoundError: If a required package is not installed.
 
     Example:
         >>> backbone = frozen_backbone("efficientnet_lite0")
@@ -171,7 +171,7 @@ def frozen_backbone(
 
 
 def packaged_state(network: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of a network's state that an installed package contains: weights of a `frozen_backbone`.
+    """Return the tensors in a network's state that belong to backbones with packaged weights (see `frozen_backbone`).
 
     Example:
         >>> len(packaged_state(nn.Sequential(frozen_backbone(), nn.Linear(1280, 2)))) > 200
@@ -184,7 +184,7 @@ def packaged_state(network: nn.Module) -> dict[str, Tensor]:
 def example_input(network: nn.Module, shape: Sequence[int]) -> Tensor:
     """Return two random samples for a network from a fixed seed.
 
-    The values are normally distributed, or uniform pixels in [0, 1) if the network contains a `FrozenBackbone`.
+    The values are normally distributed. If the network contains a `FrozenBackbone`, they are uniform in [0, 1).
     """
     draw = torch.rand if any(isinstance(part, FrozenBackbone) for part in network.modules()) else torch.randn
     return draw(2, *shape, generator=torch.Generator().manual_seed(0))
@@ -196,7 +196,7 @@ def _load(network: nn.Module, weights: str, in_order: bool) -> None:
     Args:
         network: The network.
         weights: Path of the file.
-        in_order: Whether the file has the same tensors in the same order, but with other names.
+        in_order: Whether the tensors in the file have the order of the network's tensors, but different names.
     """
     helpers: Any = require_package("timm.models", "reads weights")
     try:

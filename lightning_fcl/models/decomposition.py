@@ -1,4 +1,4 @@
-"""The network of FedWEIT: shared weights, and masks and adaptive weights for each task of a client."""
+"""The network of FedWEIT: weights that all tasks share, and masks and adaptive weights for each task of a client."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ class FedWEITNet(Serializable):
 
     - a mask m with one number for each output unit of each weight,
     - an adaptive A with the shape of the weights,
-    - an attention alpha with one number for each layer and each adaptive A_j of the knowledge base, as in the authors'
-      code.
+    - an attention alpha with one number for each pair of a layer and an adaptive A_j of the knowledge base, as in the
+      authors' code.
 
     Only the linear and convolutional weights that match ``layers`` are decomposed. All other tensors (biases,
     normalization, tokens, the head) are trained as usual and copied when a task ends. Therefore, the output for a past
     task depends only on B and on the client's ``tasks``.
 
     In training mode, the output is computed with the weights of the current task. In evaluation mode, the logit of a
-    class is computed with the weights of the client's task that has the class, or of the current task if no task has
-    it. This takes one forward pass per task. If the labels specify the task, `outputs_by_task` takes one pass per
-    sample. Before the first task, the network is unchanged.
+    class is computed with the weights of the client's task that contains the class. If no task contains the class, the
+    weights of the current task are used. Evaluation takes one forward pass per task. If the labels specify the task,
+    `outputs_by_task` takes one pass per sample. Before the first task, the network is unchanged.
 
     Args:
         net: Any network, such as a `SplitViT`.
         num_tasks: Maximum number of tasks of a client.
         layers: Shell-style pattern of the weights to decompose, by their names in ``net``.
-        threshold: Magnitude up to which numbers of adaptives count as zero in evaluation and uploads, as in the
+        threshold: Numbers of adaptives up to this magnitude count as zero in evaluation and in uploads, as in the
             authors' code.
 
     Raises:
@@ -92,7 +92,7 @@ class FedWEITNet(Serializable):
         self.units = [shape[0] for shape in self.shapes]
         self.size = sum(self.sizes)
         self.tasks = nn.ModuleList(_Task() for _ in range(num_tasks))
-        # Downloaded adaptives of other clients, per layer with shape (adaptives, numbers). Not in the module's state.
+        # Downloaded adaptives of other clients: for each layer, shape (adaptives, weights). Not part of `state_dict`.
         self._base_of_others: list[Tensor] = []
 
     @property
@@ -101,7 +101,7 @@ class FedWEITNet(Serializable):
         return sum(1 for task in self.tasks if attrgetter("adaptive")(task).numel())
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits of the current task in training mode, and of each class's own task in evaluation mode."""
+        """Return logits. Training uses the current task's weights, evaluation uses the weights of each class's task."""
         num_started_tasks = self.num_started_tasks
         if not num_started_tasks:
             plain: Tensor = self.net(x)
@@ -115,7 +115,7 @@ class FedWEITNet(Serializable):
     def outputs_by_task(self, x: Tensor, y: Tensor) -> Tensor:
         """Return logits of samples, each computed with the weights of the task of its label.
 
-        The result is meant for evaluation among the classes of one task.
+        Use the result to choose among the classes of one task.
         """
         num_started_tasks = self.num_started_tasks
         if self.training or num_started_tasks < 2:
@@ -133,7 +133,7 @@ class FedWEITNet(Serializable):
         return logits
 
     def _run(self, number: int, x: Tensor, num_started_tasks: int) -> Tensor:
-        """Return the output with the weights of a task. For a past task, restore its other tensors, too."""
+        """Return the output with the weights of a task. For a past task, use its copies of all other tensors, too."""
         state = self._weights(number)
         if number < num_started_tasks - 1:
             state |= self._rest(self._task(number).rest)
@@ -160,14 +160,14 @@ class FedWEITNet(Serializable):
         assert isinstance(task, _Task)
         return task
 
-    # State of a client.
+    # Methods that read or change the state of a client.
 
     def base_vector(self) -> Tensor:
         """Return B as one vector, with gradients."""
         return torch.cat([attrgetter(name)(self.net).flatten() for name in self.names])
 
     def mask_vector(self, mask: Tensor) -> Tensor:
-        """Return ``sigmoid(m)`` as one vector. Each number is repeated for all weights of its output unit."""
+        """Return ``sigmoid(m)`` as one vector. The number of an output unit is repeated for each weight of the unit."""
         counts = [size // units for size, units in zip(self.sizes, self.units, strict=True)]
         parts = zip(torch.split(torch.sigmoid(mask), self.units), counts, strict=True)
         return torch.cat([part.repeat_interleave(count) for part, count in parts])
@@ -212,13 +212,13 @@ class FedWEITNet(Serializable):
         task.knowledge = task.mask.new_zeros(self.size if adaptives else 0)
 
     def set_adaptives(self, adaptives: Sequence[Tensor]) -> None:
-        """Set the knowledge base for the training of the current task. It is not part of the module's state."""
+        """Set the knowledge base for training the current task. The knowledge base is not part of `state_dict`."""
         layers = zip(*(torch.split(adaptive, self.sizes) for adaptive in adaptives), strict=True) if adaptives else []
         self._base_of_others = [torch.stack(parts) for parts in layers]
 
     @torch.no_grad()
     def update_buffers_(self) -> None:
-        """Update the buffers of the current task after training: ``sum_j alpha_j A_j``, and the other tensors."""
+        """Update the buffers of the current task after training: ``sum_j alpha_j A_j`` and the tensors not decomposed."""
         task = self._task(self.num_started_tasks - 1)
         if self._base_of_others:
             mixed = zip(task.attention, self._base_of_others, strict=True)
@@ -267,7 +267,7 @@ def fedweit_vit(
     channels: int = 3,
     threshold: float = 1e-3,
 ) -> FedWEITNet:
-    """Return a `ViT` in a `FedWEITNet` that decomposes its body. The arguments are those of both classes.
+    """Return a `FedWEITNet` that decomposes the body of a `ViT`. The arguments are those of `ViT` and `FedWEITNet`.
 
     Example:
         >>> fedweit_vit(num_tasks=2, num_classes=10, patch_size=16, width=24, depth=1, num_heads=2).net.head
@@ -278,5 +278,5 @@ def fedweit_vit(
 
 
 def prune(adaptive: Tensor, threshold: float) -> Tensor:
-    """Return an adaptive with all numbers up to a magnitude set to zero."""
+    """Return an adaptive in which all numbers with a magnitude up to ``threshold`` are set to zero."""
     return adaptive * (adaptive.abs() > threshold)

@@ -13,7 +13,7 @@ from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.models.serialization import Serializable
 from lightning_fcl.validation import above, at_least, unit_interval, warn_of_one
 
-# Number of time steps whose states are computed at once, so that memory does not grow with the sequence length.
+# Number of time steps per block. Only one block of states is in memory, whatever the length of the sequence.
 BLOCK = 64
 
 
@@ -30,14 +30,15 @@ class EchoStateNetwork(Serializable):
         in_features: Size of the input at each time step.
         units: Number of units of each layer. N_R is ``num_layers * units``.
         num_layers: Number of layers.
-        spectral_radius: Largest absolute eigenvalue to which each layer's recurrent weights are rescaled.
+        spectral_radius: Largest absolute eigenvalue of each layer's recurrent weights after rescaling.
         leaking_rate: Fraction ``a`` of the new activation in the state, above 0 and at most 1.
         input_scaling: Input weights are uniform between ``-input_scaling`` and ``input_scaling``.
-        input_connectivity: Inputs that each unit receives. A float is a fraction (1.0 for all), an integer is a count.
-        recurrent_connectivity: Units of the same layer that each unit receives. A float is a fraction, an integer is a
-            count.
+        input_connectivity: Number of inputs that each unit receives. A float is a fraction of the inputs (1.0 for all
+            inputs), an integer is a count.
+        recurrent_connectivity: Number of units in the same layer from which each unit receives input. A float is a
+            fraction of the units, an integer is a count.
         bias_scaling: The constant input b_rec of each unit is uniform between ``-bias_scaling`` and ``bias_scaling``.
-        washout: Number of first time steps of each sequence whose states are dropped.
+        washout: Number of time steps at the start of each sequence whose states are dropped.
         seed: Seed of all weights. None draws a seed from torch's global generator.
 
     Raises:
@@ -75,7 +76,7 @@ class EchoStateNetwork(Serializable):
         if in_features > 1 or num_layers > 1:
             warn_of_one("input_connectivity", input_connectivity, "1 input of each unit", "all inputs")
         if units > 1:
-            warn_of_one("recurrent_connectivity", recurrent_connectivity, "1 unit that each unit sees", "all units")
+            warn_of_one("recurrent_connectivity", recurrent_connectivity, "1 input unit of each unit", "all units")
         at_least(0, bias_scaling=bias_scaling, washout=washout)
         self.in_features = in_features
         self.units = units
@@ -90,7 +91,7 @@ class EchoStateNetwork(Serializable):
             recurrent = torch.randn(units, units, generator=generator)
             recurrent *= _mask(units, units, recurrent_connectivity, "recurrent_connectivity", generator)
             self.register_buffer(f"input_weight_{layer}", drive)
-            # Each unit has an incoming connection, so the graph has a cycle, and the spectral radius is above 0.
+            # Each unit has an incoming connection, so the connections form a cycle, and the spectral radius is above 0.
             current = float(torch.linalg.eigvals(recurrent.double()).abs().max())
             rescaled = (recurrent.double() * (spectral_radius / current)).to(recurrent.dtype)
             self.register_buffer(f"recurrent_weight_{layer}", rescaled)
@@ -101,7 +102,7 @@ class EchoStateNetwork(Serializable):
 
     @property
     def features(self) -> int:
-        """Size N_R of the state: units of all layers."""
+        """Size N_R of the state, ``num_layers * units``."""
         return self.num_layers * self.units
 
     def reset_plasticity(self) -> None:
@@ -113,7 +114,7 @@ class EchoStateNetwork(Serializable):
     def weights_hash(self) -> int:
         """Return a hash of the weights, gain, bias, leaking rate and washout.
 
-        Readouts can only be combined if their reservoirs have equal hashes.
+        Readouts of two reservoirs can be combined only if the reservoirs have the same hash.
         """
         digest = hashlib.sha256(repr((self.leaking_rate, self.washout)).encode())
         for value in self.state_dict().values():
@@ -148,7 +149,7 @@ class EchoStateNetwork(Serializable):
                 yield whole[max(0, self.washout - start) :]
 
     def _effective(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a layer's input weights, recurrent weights and constant input, with gain and bias folded in."""
+        """Return a layer's input weights, recurrent weights and constant input, each combined with gain and bias."""
         unit_slice = self._part(layer)
         drive, recurrent = self.weights(layer)
         gain = self.gain[unit_slice]
@@ -188,9 +189,9 @@ class EchoStateNetwork(Serializable):
     ) -> tuple[Tensor, Tensor]:
         """Return the descent directions of KL(activations || N(mu, sigma)) for each sequence (Schrauwen et al., 2008).
 
-        ``h`` is the activation before the leak, and ``net`` is the net input of a unit, which is treated as constant.
+        ``h`` is the activation before the leak. ``net`` is the net input of a unit, which is treated as constant.
         The directions are ``db = -(-mu/s2 + h/s2 (2 s2 + 1 - h^2 + mu h))`` with s2 = sigma^2, and ``dg = 1/g + db
-        net``, summed over time. This is eq. 4 of De Caro et al., with the terms that its printed version lacks.
+        net``, summed over time. This is eq. 4 of De Caro et al., with the terms that are missing in the printed paper.
 
         Args:
             x: Inputs of shape (batch, time, in_features).
@@ -200,7 +201,7 @@ class EchoStateNetwork(Serializable):
             bias: Bias to use instead of the module's.
 
         Returns:
-            dg and db, both of shape (batch, N_R), without a step size.
+            The directions dg and db, both of shape (batch, N_R). They are not multiplied by a step size.
         """
         x = self.check_input(x)
         gain = self.gain.detach() if gain is None else gain
@@ -246,7 +247,7 @@ class EchoStateNetwork(Serializable):
         return x
 
     def fold_plasticity(self) -> EchoStateNetwork:
-        """Return an equivalent reservoir whose weights contain gain and bias: its gain is 1, and its bias is 0."""
+        """Return an equivalent reservoir with gain 1 and bias 0. Its weights include this reservoir's gain and bias."""
         other = EchoStateNetwork(self.in_features, self.units, self.num_layers, washout=self.washout, seed=0)
         other = other.to(self.gain.device, self.gain.dtype)
         other.leaking_rate = self.leaking_rate
@@ -262,7 +263,7 @@ class EchoStateNetwork(Serializable):
 
 
 def _mask(rows: int, columns: int, connectivity: int | float, name: str, generator: torch.Generator) -> Tensor:
-    """Return a random mask with the same number of ones in each row: the inputs that each unit receives."""
+    """Return a random mask of shape (rows, columns). Each row has the same number of ones, for the inputs of a unit."""
     count = max(1, round(connectivity * columns)) if isinstance(connectivity, float) else connectivity
     if connectivity <= 0 or not 1 <= count <= columns or (isinstance(connectivity, float) and connectivity > 1):
         raise InvalidValueError(
@@ -278,7 +279,7 @@ def _mask(rows: int, columns: int, connectivity: int | float, name: str, generat
 
 
 class _LayerPlasticity:
-    """Sums over time of the descent directions of one layer. Each step is processed while it is in the CPU cache."""
+    """The descent directions of one layer, summed over time step by step."""
 
     def __init__(
         self, net: EchoStateNetwork, layer: int, state: Tensor, gain: Tensor, bias: Tensor, mu: float, variance: float
@@ -292,13 +293,13 @@ class _LayerPlasticity:
         )
         self.leak, self.state, self.mu, self.variance = net.leaking_rate, state, mu, variance
         self.steps = 0
-        # Sums of -s2 db and -s2 net db.
+        # `shift` is the sum of -s2 db, and `product` is the sum of -s2 net db.
         self.shift, self.product = torch.zeros_like(state), torch.zeros_like(state)
 
     def run(self, u: Tensor, skip: int) -> Tensor:
         """Process a block of inputs (steps, batch, inputs), and return the layer's states.
 
-        The first ``skip`` steps are not added to the sums.
+        The sums do not include the first ``skip`` steps.
         """
         net = torch.addmm(self.constant, u.reshape(-1, u.shape[-1]), self.drive).view(*u.shape[:2], -1)
         h, shift = torch.empty_like(self.state), torch.empty_like(self.state)
@@ -320,7 +321,7 @@ class _LayerPlasticity:
         return net
 
     def directions(self) -> tuple[Tensor, Tensor]:
-        """Return the directions of gain and bias, both of shape (batch, units)."""
+        """Return the directions dg of the gain and db of the bias, both of shape (batch, units)."""
         return self.steps / self.gain - self.product / self.variance, self.shift / -self.variance
 
 

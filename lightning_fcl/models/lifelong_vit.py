@@ -24,23 +24,23 @@ from lightning_fcl.models._layers import (
 from lightning_fcl.models.serialization import Serializable
 from lightning_fcl.models.vit import SplitViT
 
-# Finite instead of -inf, so that a sample of a task that is not learned yet has a finite loss.
+# Logit of a class whose task is not in use. Finite instead of -inf, so that samples of this class have a finite loss.
 _ABSENT = -1e4
 
 
 class LVT(SplitViT):
     """The lifelong vision transformer (Wang et al., 2022, "LVT"), with the size and the arguments of `ViT`.
 
-    It is a `ViT` with `InterTaskAttention` in each block. Zuo et al. (2024) also compare FedViT with an LVT of the
-    same size. The original LVT also has convolutions before the transformer and between its three stages.
+    The model is a `ViT` with `InterTaskAttention` in each block. Zuo et al. (2024) also compare FedViT with an LVT of
+    the same size. The original LVT also has convolutions before the transformer and between its three stages.
 
     The original LVT has two classifiers: one is trained only on new tasks, and the other is trained on all tasks and
     used for predictions. This model has only the latter, `head`. `lightning_fcl.callbacks.LVTMethod` defines the loss.
 
-    By default, the body has 2,549,016 parameters, which are 10.20 MB in one direction at 4 bytes each. Each of the six
-    blocks has 421,092 parameters (2,526,552 in total). The attention's linear layers have 111,168 of
-    them (3 * (192 * 192 + 192)). Keys and biases are 13,284 ((8 * 8 + 1) * 192 + 12 * (8 * 8 + 3)). All other
-    parameters are those of `ViT`.
+    By default, the body has 2,549,016 parameters. An upload or a download of the body has 10.20 MB, at 4 bytes per
+    parameter. Each of the six blocks has 421,092 parameters (2,526,552 in total). In each block, the attention's linear
+    layers have 111,168 parameters (3 * (192 * 192 + 192)). The keys and biases have 13,284 parameters ((8 * 8 + 1) *
+    192 + 12 * (8 * 8 + 3)). All other parameters are those of `ViT`.
 
     Raises:
         ValueError: If the patch size does not divide the image size, ``num_heads`` does not divide ``width``, or
@@ -119,10 +119,10 @@ class InterTaskAttention(nn.Module):
     """Attention with learned keys instead of keys computed from the input (Wang et al., 2022, section 3).
 
     Each head computes ``softmax(q K^T / sqrt(d) + B) v``. Queries q and values v are computed from the tokens. The keys
-    K of all tokens and the biases B are parameters, `external_key` and `external_bias`. B has one number for each
-    distance between two patches, as in LeViT, and three more: from the class token to patches, from patches to the
-    class token, and from the class token to itself. B starts at 0. K starts with the variance of keys that a linear
-    layer with standard deviation 0.02 computes from normalized tokens.
+    K of all tokens and the biases B are the parameters `external_key` and `external_bias`. B has one number for each
+    distance between two patches, as in LeViT. It has three more numbers: from the class token to patches, from patches
+    to the class token, and from the class token to itself. B starts at 0. K starts with the variance of keys that a
+    linear layer with standard deviation 0.02 computes from normalized tokens.
     """
 
     offsets: Tensor
@@ -150,9 +150,9 @@ class InterTaskAttention(nn.Module):
 
 
 def _offsets(side: int) -> Tensor:
-    """Return the index of the bias for each query (row) and key (column).
+    """Return the index of the bias for each pair of a query (row) and a key (column).
 
-    The index for two patches is ``rows * side + columns``, with their distance in rows and in columns.
+    The index for two patches is ``rows * side + columns``, where the patches are ``rows`` and ``columns`` apart.
     """
     places = torch.cartesian_prod(torch.arange(side), torch.arange(side))
     distances = (places[:, None] - places).abs()
@@ -166,9 +166,9 @@ def _offsets(side: int) -> Tensor:
 class TaskAttention(nn.Module):
     """A block in which each task token attends to itself and to the patches (Douillard et al., 2022, eq. 3 to 6).
 
-    This is the class attention of CaiT with one token per task: ``z = [token, patches]``, and only the token is a query
-    and is updated. All task tokens are processed in one pass, but they do not attend to each other. The result equals
-    that of one pass per task.
+    This is the class attention of CaiT with one token per task: ``z = [token, patches]``. Only the token is a query and
+    is updated. All task tokens are processed in one pass, but they do not attend to each other. Therefore, the result
+    equals the result of one pass per task.
     """
 
     def __init__(self, width: int, num_heads: int = 12, mlp_ratio: float = 4.0) -> None:
@@ -204,9 +204,9 @@ class TaskAttention(nn.Module):
 class DyTox(Serializable):
     """The model of DyTox (Douillard et al., 2022), with the self-attention of a standard vision transformer.
 
-    The ``body`` processes patches and positions once, in ``depth`` self-attention blocks. The ``decoder``, a
-    `TaskAttention` block, then attends to the patches with each task's token. Each task's head, a norm and a linear
-    layer, computes the logits of this task's classes (eq. 7).
+    The ``body`` processes patches and positions once, in ``depth`` self-attention blocks. Then the token of each task
+    attends to the patches in the ``decoder``, a `TaskAttention` block. Each task has a head, which is a norm and a
+    linear layer. The head computes the logits of the task's classes (eq. 7).
 
     A token belongs to a block of classes, not to the position of an experience in a client's sequence. If clients learn
     the tasks in different orders, all clients that learn a block share its token and head.
@@ -216,21 +216,21 @@ class DyTox(Serializable):
     low constant, and their parameters get no gradients. `lightning_fcl.callbacks.DyToxMethod` marks tasks as learned.
     While no task is marked, all tasks are in use.
 
-    Each task also has a divergence head with one logit for each of its classes and one for all earlier classes. By
-    default, the body has 2,246,016 parameters and the decoder 444,864. Each task has a head of 2,314 parameters and a
-    divergence head of 2,507.
+    Each task also has a divergence head with one logit for each class of the task, and one logit for all earlier
+    classes. By default, the body has 2,246,016 parameters, and the decoder has 444,864 parameters. For each task, the
+    head has 2,314 parameters, and the divergence head has 2,507 parameters.
 
     Args:
-        tasks: Classes of each task, or the number of tasks. A number splits ``num_classes`` into consecutive blocks of
-            equal size. A stream can replace these blocks (see `assign_classes`).
+        tasks: Classes of each task, or the number of tasks. For a number, the classes are split into consecutive blocks
+            of equal size. A stream can replace these blocks (see `assign_classes`).
         num_classes: Number of classes.
         image_size: Height and width of the images in pixels. For this and the other arguments, see `ViT`. The paper
             uses ``width=384``.
 
     Raises:
         ValueError: If the patch size does not divide the image size, or ``num_heads`` does not divide ``width``. Also
-            if a number of tasks does not divide ``num_classes``, or a class does not belong to exactly one task. The
-            forward pass raises if the images have another size.
+            if ``tasks`` is a number that does not divide ``num_classes``, or a class does not belong to exactly one
+            task. The forward pass raises ValueError if the images have a different size.
 
     Example:
         >>> model = DyTox(tasks=5, num_classes=10, patch_size=16, width=12, depth=1, num_heads=2)
@@ -277,7 +277,7 @@ class DyTox(Serializable):
         # Position of each class's logit in the concatenated logits of all heads. It is equal on all clients, so
         # averaging does not change it.
         self.register_buffer("position", _positions(tasks))
-        # Above 0 for a task that any client has started, so that a mean over clients stays above 0.
+        # Above 0 for a task that a client has started. A mean over clients is then also above 0.
         self.register_buffer("learnt", torch.zeros(len(tasks)))
         of_logit = torch.repeat_interleave(torch.arange(len(tasks)), torch.tensor(self.sizes))
         self.register_buffer("_task", of_logit, persistent=False)
@@ -294,11 +294,11 @@ class DyTox(Serializable):
         return tasks
 
     def assign_classes(self, blocks: Sequence[Sequence[int]]) -> None:
-        """Replace the consecutive blocks of classes by the blocks of a stream.
+        """Replace the consecutive blocks of classes by the blocks of a stream. Do nothing if the blocks are the same.
 
         Raises:
-            ValueError: If the blocks differ from those of the model, and the model was created with explicit blocks,
-                has learned tasks already, or has blocks of other sizes.
+            ValueError: If the model was created with explicit blocks or has learned tasks already, or if the blocks
+                have different sizes or do not contain each class once.
         """
         if {frozenset(block) for block in blocks} == {frozenset(block) for block in self.blocks}:
             return

@@ -1,4 +1,4 @@
-"""Networks with a linear readout in closed form, as plain modules for predictions."""
+"""Networks with a linear readout that is computed in closed form. These modules only predict."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class EmbedsSamples(Protocol):
 
 
 class RandomFeatures(DoublePrecision):
-    """Random features ``ReLU(f W)`` of features f, with W from N(0, 1) (RanPAC, McDonnell et al., 2023).
+    """Random features ``ReLU(f W)`` of features f. The entries of W are from N(0, 1) (RanPAC, McDonnell et al., 2023).
 
     Args:
-        in_features: Number of the network's features.
+        in_features: Size of f.
         out_features: Number of random features, M.
         seed: Seed of W. All clients use the same seed.
 
@@ -59,7 +59,7 @@ class RandomFeatures(DoublePrecision):
 
 
 class _Readout(Serializable):
-    """A linear map of the features that `embed` returns, in double precision."""
+    """A linear map of the features that `embed` returns. The output has double precision."""
 
     weight: Tensor
 
@@ -74,7 +74,7 @@ class _Readout(Serializable):
         return int(self.weight.shape[1])
 
     def embed(self, x: Tensor) -> Tensor:
-        """Return the features to read, shape (batch, ..., features)."""
+        """Return the input of the linear map, shape (batch, ..., features)."""
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
@@ -88,8 +88,8 @@ class ReservoirReadout(_Readout):
     Args:
         reservoir: The reservoir.
         num_outputs: Size of the output.
-        readout: States to read: ``"steps"`` for the state of each time step, ``"last"`` for the last state of each
-            sequence, or ``"mean"`` for the mean state of each sequence.
+        readout: States that the readout uses: ``"steps"`` for the state of each time step, ``"last"`` for the last
+            state of each sequence, or ``"mean"`` for the mean state of each sequence.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -107,7 +107,7 @@ class ReservoirReadout(_Readout):
         self.readout = readout
 
     def embed(self, x: Tensor) -> Tensor:
-        """Return the states to read in double precision, shape (batch, steps, N_R) or (batch, N_R)."""
+        """Return the states that the readout uses, in double precision. Shape (batch, steps, N_R) or (batch, N_R)."""
         states = torch.cat(list(pool_states(self.reservoir, x, self.readout))).double().transpose(0, 1)
         return states if self.readout == "steps" else states[:, 0]
 
@@ -116,7 +116,8 @@ class FeatureReadout(_Readout):
     """A linear readout of a network's features.
 
     Args:
-        network: A network with ``embed(x)`` and ``features``, the number of features. Its own head is not used.
+        network: A network with a method ``embed(x)`` and an attribute ``features``, the number of features. The
+            network's own head is not used.
         num_outputs: Size of the output.
         random_features: Module that maps the network's features to random features. None to use them directly.
         bias: Whether to append a constant feature 1.
@@ -144,7 +145,7 @@ class FeatureReadout(_Readout):
         self.bias = bias
 
     def embed(self, x: Tensor) -> Tensor:
-        """Return the features to read, shape (batch, features)."""
+        """Return the input of the linear map, shape (batch, features)."""
         return readout_features(self.network.embed(x), self.random_features, self.bias)
 
 
@@ -155,7 +156,7 @@ def readout_features(features: Tensor, random_features: RandomFeatures | None, b
 
 
 def pool_states(reservoir: EchoStateNetwork, x: Tensor, readout: Features) -> Iterator[Tensor]:
-    """Yield the states that a readout reads, in blocks of shape (steps, batch, N_R).
+    """Yield the states that a readout uses, in blocks of shape (steps, batch, N_R).
 
     For ``"last"`` and ``"mean"``, yield a single block with one step.
     """

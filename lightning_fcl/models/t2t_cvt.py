@@ -1,4 +1,4 @@
-"""Transformer bodies with tokens of neighboring patches: T2T-ViT (Yuan et al., 2021) and CvT (Wu et al., 2021)."""
+"""Transformer bodies whose tokens combine neighboring patches: T2T-ViT (Yuan et al., 2021) and CvT (Wu et al., 2021)."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ from lightning_fcl.models.serialization import Serializable
 class T2TBody(Serializable):
     """The tokens-to-token vision transformer without its classifier (Yuan et al., ICCV 2021, "T2T-ViT", section 3).
 
-    The T2T module (section 3.1, eq. 1 to 4) splits the image into overlapping patches ("soft split"), transforms the
-    patches, arranges them in a map again, and repeats this for each split. A linear layer follows the last split.
+    The T2T module (section 3.1, eq. 1 to 4) splits the image into overlapping patches ("soft split"). It transforms the
+    patches, arranges them in a map, and splits the map again. A linear layer follows the last split.
 
     The backbone (section 3.2, eq. 5) is deep and narrow. It has a class token, fixed sinusoidal positions, and blocks
     of pre-norm attention without biases of queries, keys and values. The output is the class token.
 
-    The defaults are T2T-ViT-7 (Table 1). With a classifier of 1000 classes there are 4,255,310 parameters and 50,432
-    fixed numbers in the positions. The paper has 4.3 M. Differences from the paper: full attention instead of the
-    Performer in the T2T module, as in the paper's T2T-ViT_t, and no dropout or stochastic depth.
+    The defaults are those of T2T-ViT-7 (Table 1). With a classifier of 1000 classes, the model has 4,255,310 parameters
+    and 50,432 fixed numbers in the positions. The paper reports 4.3 M parameters. This model differs from the paper in
+    two ways. The T2T module uses full attention instead of the Performer, as in the paper's T2T-ViT_t. There is no
+    dropout or stochastic depth.
 
     Args:
         image_size: Height and width of the images in pixels.
@@ -47,7 +48,7 @@ class T2TBody(Serializable):
         token_width: Number of channels of the tokens in the T2T module.
 
     Raises:
-        ValueError: If ``num_heads`` does not divide the width, the width is odd, there is no split, or the image size
+        ValueError: If ``num_heads`` does not divide ``width``, ``width`` is odd, ``splits`` is empty, or the image size
             does not match the strides.
 
     Example:
@@ -99,7 +100,7 @@ class T2TBody(Serializable):
         return features
 
     def tokens(self, x: Tensor) -> Tensor:
-        """Return the output of the T2T module: the patches of the last split, shape (batch, tokens, patch)."""
+        """Return the output of the T2T module: the patches of the last split, shape (batch, tokens, patch size)."""
         tokens = _soft_split(x, *self.splits[0])
         for transformer, split in zip(self.transformers, self.splits[1:], strict=True):
             side = round(tokens.shape[1] ** 0.5)
@@ -146,12 +147,12 @@ class _Attention(nn.Module):
 
 
 def _soft_split(maps: Tensor, kernel: int, stride: int) -> Tensor:
-    """Return overlapping patches (batch, patches, channels * kernel * kernel), one per ``stride`` pixels (eq. 3)."""
+    """Return overlapping patches (batch, patches, channels * kernel * kernel), ``stride`` pixels apart (eq. 3)."""
     return F.unfold(maps, kernel, padding=compute_padding(kernel, stride), stride=stride).transpose(1, 2)
 
 
 def _sinusoids(tokens: int, width: int) -> Tensor:
-    """Return sinusoidal positions (1, tokens, width) of wavelengths 2 pi to 20000 pi (Vaswani et al., 2017)."""
+    """Return sinusoidal positions (1, tokens, width). Wavelengths are 2 pi to 20000 pi (Vaswani et al., 2017)."""
     rates = 10_000 ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
     angles = torch.arange(tokens, dtype=torch.float64)[:, None] * rates
     return torch.stack([angles.sin(), angles.cos()], dim=2).flatten(1)[None].float()
@@ -164,9 +165,10 @@ class CvTBody(Serializable):
     "convolutional token embedding"). `ConvolutionalBlock` modules transform the tokens. The last stage adds a class
     token, which is the output. There are no position embeddings, because the convolutions encode the positions.
 
-    The defaults are the paper's CvT-13 (Table 2). With a classifier of 1000 classes there are 19,993,256 parameters.
-    The paper has 20.0 M. Differences from the paper: the last block has no convolution of queries, because its only
-    query is the class token, which no convolution changes. There is no stochastic depth.
+    The defaults are those of CvT-13 (Table 2). With a classifier of 1000 classes, the model has 19,993,256 parameters.
+    The paper reports 20.0 M parameters. This model differs from the paper in two ways. The last block has no
+    convolution of queries, because its only query is the class token, and the convolution does not change the class
+    token. There is no stochastic depth.
 
     Args:
         image_size: Height and width of the images in pixels.
@@ -179,8 +181,8 @@ class CvTBody(Serializable):
         mlp_ratio: Hidden width of the perceptrons divided by the width of the tokens.
 
     Raises:
-        ValueError: If the arguments of the stages have different lengths, a number of heads does not divide the width,
-            or the image size does not match the strides.
+        ValueError: If the arguments of the stages have different lengths, or the number of heads of a stage does not
+            divide its width. Also if the image size does not match the strides.
 
     Example:
         >>> body = CvTBody(32, widths=(8, 16), depths=(1, 1), num_heads=(1, 2), kernels=(3, 3), strides=(2, 2))
@@ -229,7 +231,7 @@ class CvTBody(Serializable):
 
 
 class _Stage(nn.Module):
-    """A stage of CvT. It maps maps to maps, and the last stage returns the class token."""
+    """A stage of CvT. Its input is a feature map. It returns a feature map, or the class token if it is the last stage."""
 
     def __init__(
         self,
@@ -271,7 +273,7 @@ class ConvolutionalBlock(nn.Module):
         width: Number of channels of the tokens.
         num_heads: Number of attention heads.
         mlp_ratio: Hidden width of the perceptron divided by the width of the tokens.
-        class_only: Whether to compute only the class token.
+        class_only: Whether to transform and return only the class token.
     """
 
     def __init__(self, width: int, num_heads: int, mlp_ratio: float = 4.0, class_only: bool = False) -> None:
