@@ -1,11 +1,12 @@
 """The classes and functions of Avalanche that scenarios and replay buffers use.
 
 Importing this module imports Avalanche. No other module imports Avalanche. Import this module inside the functions that
-use it, not at the top of another module.
+need it, not at the top of another module.
 
 Avalanche imports `GPUtil`, `gdown`, `qpsolvers` and `wandb`. These packages load 1,100 modules, among them JAX and
-packages under the GPL. Avalanche uses them only in its loggers, its downloads and its own GEM. The import takes 2 to
-4 s of processor time with them, and 0.4 s without them. Importing Avalanche also writes ``~/.avalanche/config.json``.
+packages under the GPL. Avalanche uses these packages only for its loggers, its downloads and its own GEM. The import
+takes 2 to 4 s of processor time with these packages, and 0.4 s without them. Importing Avalanche would also write
+``~/.avalanche/config.json``. This module skips the packages and prevents the file.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _SETTINGS = "avalanche.benchmarks.datasets.dataset_utils"
 
 @contextmanager
 def _light_import() -> Iterator[None]:
-    """Temporarily skip packages that Avalanche does not need here, and do not let it write a settings file.
+    """Temporarily skip packages that are not needed here, and prevent Avalanche from writing a settings file.
 
     A skipped package is imported later, when Avalanche first uses one of its attributes.
     """
@@ -76,10 +77,11 @@ def _make_placeholder(spec: ModuleSpec) -> ModuleType:
 
 
 def _load_settings() -> None:
-    """Load the settings module of Avalanche with its defaults, unless the user has a settings file.
+    """Load the settings module of Avalanche with its default settings, unless the user has a settings file.
 
-    The module writes its defaults to the home directory when it is imported, and fails if it cannot. During the import,
-    a temporary home directory receives the file. The rest of Avalanche is imported with the real home directory.
+    When this module is imported, it writes its defaults to the home directory, and fails if it cannot write there.
+    Therefore, a temporary home directory is used for its import. The rest of Avalanche is imported with the real home
+    directory.
     """
     package = find_spec("avalanche") if "avalanche" not in sys.modules else None
     if package is None or package.origin is None or Path("~/.avalanche/config.json").expanduser().exists():

@@ -1,4 +1,4 @@
-"""Batches of clients: plans of the samples in each batch, for many clients at once, and reading of the samples."""
+"""Plans of the samples in each batch for many clients, and functions that read the samples."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from lightning_fcl.library_errors import LibraryError, match_error
 from lightning_fcl.rng import Keys, derive_seed, make_client_keys, random_uint64, seed_all
 
 Batch = Any
-"""A batch as the dataset returns it: often ``[x, y]``, but any nesting of lists, dicts and tensors."""
+"""A batch in the form in which the dataset returns it: often ``[x, y]``, or any nesting of lists, dicts and tensors."""
 
 TakeFn = Callable[..., Any]
-"""Function that returns the samples at some indices. The keyword ``seed`` seeds all except the global generators."""
+"""Function that returns the samples at given indices. Its argument ``seed`` seeds all generators but the global ones."""
 
 Collate = Callable[[list[Any]], Any]
 IntArray = NDArray[np.int64]
@@ -33,7 +33,7 @@ IntArray = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class LoaderConfig:
-    """Settings of a loader, with the names and meanings of the arguments of torch's `DataLoader`."""
+    """Settings of a data loader. The names and meanings are those of the arguments of torch's `DataLoader`."""
 
     batch_size: int
     shuffle: bool = False
@@ -48,19 +48,19 @@ class LoaderConfig:
 
 
 def round_half_up(value: float) -> int:
-    """Return the nearest integer, with halves rounded up: 0.5 clients become one client."""
+    """Return the nearest integer. Halves are rounded up, for example 0.5 to 1."""
     return int(value + 0.5)
 
 
 def index_nested(samples: Any, rows: Tensor) -> Any:
-    """Return the samples at some rows of a batch, which can be any nesting of lists, dicts and tensors."""
+    """Return the samples at some rows of a batch. The batch can be any nesting of lists, dicts and tensors."""
     return apply_to_collection(samples, Tensor, itemgetter(rows))
 
 
 def fetch(data: Any, rows: Sequence[int]) -> Any:
-    """Return some items of a map-style dataset for `collate_fn`, as torch's `DataLoader` fetches them.
+    """Return a list of items of a map-style dataset, as torch's `DataLoader` reads them before `collate_fn`.
 
-    If the dataset has a method ``__getitems__``, it reads all items at once.
+    If the dataset has a method ``__getitems__``, the result is the method's result for all rows.
 
     Example:
         >>> fetch(["a", "b", "c"], [2, 0])
@@ -70,12 +70,12 @@ def fetch(data: Any, rows: Sequence[int]) -> Any:
     return read_all(rows) if read_all else [data[row] for row in rows]
 
 
-# Requests for batches, and how requested batches are read.
+# Requests for batches, and functions that read the requested batches.
 
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """A request to read the samples of one batch. Its random draws depend only on ``seed`` and ``key``."""
+    """A request to read the samples of one batch. The random draws while reading depend only on ``seed`` and ``key``."""
 
     rows: NDArray[np.int64]
     seed: int
@@ -90,20 +90,19 @@ class BatchRequest:
             seed: Seed of the stream.
             client: Name of the client.
             round_idx: Index of the round.
-            key_parts: Local epoch and index of the batch. Without these arguments, all samples of the client are
-                requested.
+            key_parts: Local epoch and index of the batch. Leave them out to request all samples of the client.
         """
         return cls(rows, seed, (client, round_idx, "data", *key_parts))
 
     def load(self, take: TakeFn) -> Any:
-        """Return the samples, which do not depend on earlier reads. All random generators are restored afterwards."""
+        """Return the samples. They do not depend on earlier reads, and all random generators are restored afterwards."""
         with isolate_rng(include_cuda=torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
             seed_all(self.seed, *self.key)
             return take(self.rows, seed=derive_seed(self.seed, *self.key))
 
 
 class _Requested(Dataset[Any]):
-    """A dataset whose items are requested batches, so that workers read whole batches."""
+    """A dataset whose items are whole batches, so that each worker process reads a whole batch at once."""
 
     def __init__(self, take: TakeFn) -> None:
         self.take = take
@@ -113,9 +112,9 @@ class _Requested(Dataset[Any]):
 
 
 def read_batches(take: TakeFn, requests: Iterable[BatchRequest], loading: LoaderConfig) -> Generator[Any, None, None]:
-    """Yield the requested batches, read by this process or by worker processes.
+    """Yield the requested batches. They are read by this process, or by worker processes if ``num_workers`` is above 0.
 
-    If the operating system spawns processes, each worker process first runs the main script.
+    If the operating system spawns processes instead of forking, each worker process first runs the main script.
     """
     if not loading.num_workers:
         yield from (request.load(take) for request in requests)
@@ -128,7 +127,7 @@ def read_batches(take: TakeFn, requests: Iterable[BatchRequest], loading: Loader
         collate_fn=return_unchanged,
         pin_memory=loading.pin_memory,
         worker_init_fn=loading.worker_init_fn,
-        # Without its own generator, the loader would draw from the global one.
+            # Without this argument, the loader would draw from the global generator.
         generator=torch.Generator().manual_seed(0),
     )
     try:
@@ -145,16 +144,16 @@ def read_batches(take: TakeFn, requests: Iterable[BatchRequest], loading: Loader
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Settings for dividing a client's samples into batches. A client's only batch is never dropped.
+    """Settings that define how a client's samples are divided into batches. A client's only batch is never dropped.
 
     Args:
         batch_size: Number of samples per batch.
         shuffle: Whether samples are shuffled in each local epoch.
         drop_last: Whether an incomplete last batch is dropped.
-        limit_batches: Maximum number of batches over all local epochs (int), or the share of batches that is kept
-            (float). A share keeps at least one batch.
+        limit_batches: If an integer, the maximum number of batches over all local epochs. If a float, the fraction of
+            batches that is kept. At least one batch is kept for a fraction.
         min_size: Minimum number of samples in a batch, at most ``batch_size``. A smaller last batch is merged into the
-            previous batch.
+            previous batch, unless ``drop_last`` is True.
     """
 
     batch_size: int
@@ -168,7 +167,7 @@ class BatchPlan:
 
         Args:
             sizes: Number of samples of each client, shape (clients,).
-            replayed: Number of replay samples that join the batches of each client, shape (clients,). None: 0.
+            replayed: Number of replay samples that join the batches of each client, shape (clients,). None means 0.
         """
         if self.drop_last:
             return np.maximum(1, sizes // self.batch_size)
@@ -189,15 +188,15 @@ class BatchPlan:
 
 
 def order_keys(seed: int, clients: Sequence[str], round_idx: int) -> Keys:
-    """Return the keys of the random sample orders of clients in a round. A key gives one order for each local epoch."""
+    """Return a key for each client, for its sample orders in a round. A key defines one order for each local epoch."""
     return make_client_keys(seed, clients, round_idx, "batches")
 
 
 def keyed_permutations(keys: Keys, sizes: IntArray, stream: int) -> IntArray:
-    """Return a random order for each key, shape (keys, largest size).
+    """Return a random order of the numbers below each client's size, shape (keys, largest size).
 
-    For a size below the largest size, the numbers beyond it come last. Each ``stream`` gives a different order for the
-    same key.
+    If a size is below the largest size, the row ends with the numbers from the size on. For the same key, each
+    ``stream`` results in a different order.
     """
     width = int(sizes.max(initial=0))
     draws = random_uint64(keys, width, start=stream << 32)
@@ -206,9 +205,9 @@ def keyed_permutations(keys: Keys, sizes: IntArray, stream: int) -> IntArray:
 
 
 def shuffled_window(key: Keys, num_replay_samples: int, size: int, start: int) -> IntArray:
-    """Return the replay samples of a batch that is planned separately, shape (size,).
+    """Return the indices of the replay samples in one batch, if the batches are not planned together. Shape (size,).
 
-    The batches are consecutive windows of a sequence of random orders. Each order contains every replay sample once.
+    The batches are consecutive parts of a long sequence. The sequence consists of random orders of all replay samples.
 
     Args:
         key: Key of the random orders.
@@ -227,26 +226,26 @@ def shuffled_window(key: Keys, num_replay_samples: int, size: int, start: int) -
 def plan_group_batches(
     sizes: IntArray, epochs: IntArray, batching: BatchPlan, keys: Keys, num_replay_samples: IntArray | None = None
 ) -> tuple[IntArray, IntArray]:
-    """Return the samples of each batch in several clients' local training.
+    """Return the samples in each batch of the local training of several clients, and the sizes of the batches.
 
     Args:
         sizes: Number of samples of each client, shape (clients,).
         epochs: Number of local epochs of each client, shape (clients,).
         batching: Settings of the batches.
         keys: Keys of the sample orders of the clients, see `order_keys`.
-        num_replay_samples: Number of replay samples of each client, shape (clients,). Their numbers start at the
-            client's size. Each replay sample joins one batch of every epoch. None: no replay samples.
+        num_replay_samples: Number of replay samples of each client, shape (clients,). Their indices follow the indices
+            of the client's own samples. Each replay sample is in one batch of every epoch. None means no replay samples.
 
     Returns:
-        The samples, shape (clients, steps, largest batch), padded with zeros, and the number of samples in each batch,
-        shape (clients, steps). The number is 0 after a client's last batch.
+        The indices of the samples, shape (clients, steps, largest batch), padded with zeros. And the number of samples
+        in each batch, shape (clients, steps), which is 0 after a client's last batch.
     """
     steps = batching.batches_per_epoch(sizes, num_replay_samples)
     extra = np.zeros_like(sizes) if num_replay_samples is None else num_replay_samples
     step = np.arange(int(steps.max()))
     has_step = step < steps[:, None]
     own_counts = np.where(has_step, np.clip(sizes[:, None] - step * batching.batch_size, 0, batching.batch_size), 0)
-    # A last batch that is too small is merged into the previous batch.
+    # If the last batch would be too small, it is merged into the previous batch.
     if batching.min_size > 1 and not batching.drop_last:
         own_counts += np.where(
             step == steps[:, None] - 1, np.maximum(0, sizes - steps * batching.batch_size)[:, None], 0
@@ -282,7 +281,7 @@ def plan_group_batches(
 def plan_batches(
     samples: int, epochs: int, batching: BatchPlan, keys: Keys, num_replay_samples: int = 0
 ) -> list[IntArray]:
-    """Return the samples of each batch in one client's local training, one array per step. See `plan_group_batches`."""
+    """Return the samples in each batch of a client's local training, one array per step. See `plan_group_batches`."""
     index, lengths = plan_group_batches(
         np.array([samples]), np.array([epochs]), batching, keys, np.array([num_replay_samples])
     )
@@ -290,5 +289,5 @@ def plan_batches(
 
 
 def plan_client(samples: int, batching: BatchPlan, seed: int, client: str, round_idx: int) -> list[IntArray]:
-    """Return the samples of each batch in one local epoch of a client in a round. See `plan_group_batches`."""
+    """Return the samples in each batch of one local epoch of a client in a round. See `plan_group_batches`."""
     return plan_batches(samples, 1, batching, order_keys(seed, [client], round_idx))

@@ -1,4 +1,4 @@
-"""Checks of the clients' data before they are joined: sizes, shapes of the first samples, and given targets."""
+"""Checks of the clients' data before they are joined: sizes, shapes of first samples, and targets that users pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_fcl.data.labels import ItemsOf, to_array
 from lightning_fcl.errors import InvalidValueError, MissingValueError
 from lightning_fcl.validation import format_names
 
-# Names of splits that users and Hugging Face use, with the names that this package uses.
+# Split names in the data of users and of Hugging Face datasets, and the corresponding names in this package.
 SPLITS = {"train": "train", "validation": "validation", "valid": "validation", "val": "validation", "test": "test"}
 
 
@@ -34,8 +34,8 @@ def check_sizes(clients: Mapping[Any, SplitDatasets]) -> None:
 def check_shapes(clients: Mapping[Any, SplitDatasets], collate_fn: Collate) -> None:
     """Raise ValueError if torch's `default_collate` cannot make a batch from the samples of several clients.
 
-    The check compares the shapes of the arrays in the first sample of each dataset. It skips datasets that read batches
-    by ``__getitems__``, because they may pad the samples of a batch.
+    Only the first sample of each dataset is compared. Datasets with a method ``__getitems__`` are skipped, because the
+    method may pad the samples of a batch.
     """
     if collate_fn is not default_collate or len(clients) < 2:
         return
@@ -59,7 +59,7 @@ def check_shapes(clients: Mapping[Any, SplitDatasets], collate_fn: Collate) -> N
 
 
 def targets_of_clients(y: Any, clients: Mapping[Any, SplitDatasets]) -> dict[Any, dict[str, NDArray[Any]]]:
-    """Return the targets of each split of each client. Raise ValueError if ``y`` has different clients."""
+    """Return the targets of each split of each client. Raise ValueError if ``y`` and the data have different clients."""
     client_targets = y if isinstance(y, Mapping) else dict(enumerate(y)) if isinstance(y, list | tuple) else None
     if client_targets is None or client_targets.keys() != clients.keys():
         description = (
@@ -78,12 +78,12 @@ def targets_in(y: Any, parts: SplitDatasets, owner_name: str) -> dict[str, NDArr
     """Return the targets of each split as arrays.
 
     Args:
-        y: A dict of targets by split, or the targets of the training split if there is no other split.
+        y: A dict of targets by split. If there is only a training split, ``y`` can be its targets.
         parts: The splits.
         owner_name: Description of the data for error messages.
 
     Raises:
-        ValueError: If ``y`` has other splits than the data, or other numbers of targets than samples.
+        ValueError: If ``y`` and the data have different splits, or different numbers of targets and samples.
     """
     targets_by_part = (
         {SPLITS.get(name, name): own for name, own in y.items()} if isinstance(y, Mapping) else {"train": y}
@@ -110,7 +110,7 @@ def targets_in(y: Any, parts: SplitDatasets, owner_name: str) -> dict[str, NDArr
 
 
 def _reads_batches(data: Any) -> bool:
-    """Return whether the innermost dataset, below subsets and wrappers, reads several items at once."""
+    """Return whether the innermost dataset, inside subsets and wrappers, has a method that reads several items at once."""
     while isinstance(data, Subset | ItemsOf):
         data = data.dataset if isinstance(data, Subset) else data.data
     return callable(getattr(data, "__getitems__", None))

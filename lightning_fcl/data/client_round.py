@@ -1,4 +1,4 @@
-"""Data about one client in one round that methods can read."""
+"""Data about a client's round that methods can read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ClientRound:
-    """Data about one client in one round that methods can read.
+    """Data about a client's round that methods can read.
 
     Args:
         client_id: Name of the client.
@@ -30,12 +30,12 @@ class ClientRound:
         num_samples: Number of the client's samples in this round, without replay samples.
         num_stream_samples: Number of the client's samples in the whole stream. 0 if unknown.
         num_replay_samples: Number of replay samples that are added to the samples of this round.
-        new_classes: Classes that some client learns in this round and that no client has learned before.
-        old_classes: Classes of the earlier experiences of all clients. Like ``new_classes``, empty if the stream has no
-            classes.
-        task_classes: All classes of the client's current task, ascending. A task-incremental method restricts the
-            logits to them. Empty if all classes compete.
-        in_step: Whether all clients of the stream enter each experience in the same round.
+        new_classes: Classes that a client learns in this round and that no client has learned before. Empty if the
+            stream has no classes.
+        old_classes: Classes of the earlier experiences of all clients. Empty if the stream has no classes.
+        task_classes: All classes of the client's current task, in ascending order. A task-incremental method restricts
+            the logits to these classes. Empty if the logits of all classes are used.
+        in_step: Whether all clients of the stream start each experience in the same round.
     """
 
     client_id: str
@@ -54,7 +54,7 @@ class ClientRound:
 
     @property
     def is_balanced(self) -> bool:
-        """Whether all classes have samples, and the rarest class at least half as many as the most frequent class."""
+        """Whether all classes have samples, and the rarest class has at least half as many as the most frequent class."""
         if not self.num_classes or not len(self.labels):
             return False
         counts = torch.bincount(self.labels, minlength=self.num_classes)
@@ -63,15 +63,15 @@ class ClientRound:
 
 @dataclass(frozen=True, eq=False)
 class SampleHistory:
-    """Sample numbers of a client in a round, and in the earlier rounds in which the client trained.
+    """The numbers of the samples that a client has in a round, and in the earlier rounds in which the client trained.
 
     The number of a sample is its position in the dataset of the stream. Derived values are computed on first access.
 
     Args:
         numbers: Numbers of the samples that were read in the round, in the order of reading, shape (n,).
-        available: Numbers of all samples of the round. These are more than ``numbers`` if batches are dropped.
-        experience: Numbers of the samples in each earlier round of the current experience.
-        past: Numbers of the samples in each round of earlier experiences.
+        available: Numbers of all samples of the round. If batches are dropped, this includes samples that are not read.
+        experience: For each earlier round of the current experience, the numbers of its samples.
+        past: For each round of earlier experiences, the numbers of its samples.
 
     Example:
         >>> numbers = np.array([4, 5, 6])
@@ -116,7 +116,7 @@ class SampleHistory:
 
 
 class ClientRounds(Sequence[ClientRound]):
-    """Sequence of the `ClientRound` of several clients. Each item is created on first access."""
+    """A sequence with the `ClientRound` of each client. Each item is created on first access."""
 
     def __init__(
         self,
@@ -170,6 +170,6 @@ class ClientRounds(Sequence[ClientRound]):
 
 
 def current_round(trainer: L.Trainer) -> int:
-    """Return the index of a Trainer's current round, also before a resumed fit has restored its epoch counter."""
+    """Return the index of a Trainer's current round. Correct even before a resumed fit restores its epoch counter."""
     progress: Any = trainer.fit_loop.epoch_progress.current
     return int(progress.processed)

@@ -15,7 +15,7 @@ from lightning_fcl.rng import global_seed
 CLIENT = "local"
 """Name of the client."""
 
-# Placeholder: the number of samples in an epoch is only known when the epoch ends.
+# A placeholder, because the number of samples in an epoch is not known until the epoch ends.
 _SAMPLES = {CLIENT: np.zeros(1, dtype=np.int64)}
 
 
@@ -35,10 +35,10 @@ class ClientStream(Protocol):
 
 
 class LoaderStream:
-    """The implicit stream of one client. A fit is an experience, and an epoch is a round. Samples have no numbers.
+    """The implicit stream of one client. Each fit is an experience, and each epoch is a round. Samples have no numbers.
 
     Args:
-        is_kept: Whether inputs are kept until the epoch ends. Otherwise only labels are kept.
+        is_kept: Whether inputs are kept until the epoch ends. If False, only labels are kept.
 
     Example:
         >>> stream = LoaderStream()
@@ -68,7 +68,7 @@ class LoaderStream:
         Args:
             experience: Index of the experience.
             round_idx: Index of the round.
-            rounds: Number of rounds of the fit. None or -1: unlimited.
+            rounds: Number of rounds of the fit. None and -1 mean that the number is unlimited.
         """
         num_rounds = round_idx + 2 if rounds in (None, -1) else max(rounds or 0, round_idx + 1)
         if self.plan.num_rounds != num_rounds or self.plan.experiences[CLIENT][0] != experience:
@@ -82,7 +82,7 @@ class LoaderStream:
         self._y.append(y)
 
     def client_round(self, client: str, round_idx: int) -> ClientRound:
-        """Return the data about the client in a round, with the labels of all samples up to now."""
+        """Return the data about the client in a round, with the labels of the samples that were added in this round."""
         labels = torch.cat(self._y).cpu() if self._y else torch.empty(0, dtype=torch.long)
         last = round_idx + 1 == self.plan.num_rounds
         return ClientRound(client, round_idx, self.plan.experiences[client][round_idx], labels, 0, last, len(labels))

@@ -9,9 +9,9 @@ from torch import Tensor
 
 
 def plain_tensor(value: Tensor) -> Tensor:
-    """Return a tensor as a `torch.Tensor`, without subclass, attributes and gradient. The values are not copied.
+    """Return a tensor as a `torch.Tensor` without subclass, attributes and gradient. The values are not copied.
 
-    A subclass that wraps other tensors, such as `DTensor`, contains no values itself and is returned unchanged.
+    A subclass that wraps other tensors, such as `DTensor`, is returned unchanged, because it contains no values itself.
 
     Example:
         >>> import torch
@@ -27,5 +27,5 @@ def plain_tensor(value: Tensor) -> Tensor:
 
 
 def plain_samples(samples: Any) -> Any:
-    """Return samples, in any nesting, with each tensor replaced by a plain `torch.Tensor`. See `plain_tensor`."""
+    """Return samples with each tensor replaced by a plain `torch.Tensor`. Any nesting is allowed. See `plain_tensor`."""
     return apply_to_collection(samples, Tensor, plain_tensor, allow_frozen=True)

@@ -1,4 +1,4 @@
-"""Split of samples into training, validation and test data, and the plan of a stream."""
+"""The split of samples into training, validation and test data, and the function that draws the plan of a stream."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from lightning_fcl.validation import did_you_mean, format_names, validate_fields
 class Split:
     """A split of samples into training, validation and test data.
 
-    Samples have the same origin if, for example, several clients have the same item of a dataset. A split by fractions
-    puts all samples of the same origin into one part. Parts that are defined by owners or by the data must not share
-    samples of the same origin.
+    Samples have the same origin if, for example, several clients have the same item of a dataset. If a part is a
+    fraction, all samples of the same origin are put into one part. If parts are defined by owners or by the data,
+    different parts must not contain samples of the same origin.
 
     Args:
-        test: Fraction of the samples of each class in the test set. Or ``"official"`` for the test set of the data. Or
-            the owners (subjects, users) whose samples form the test set, like clients that join later.
-        validation: Fraction of the remaining samples of each class in the validation set, ``"official"``, or owners.
-        train_clients: Owners whose samples are trained on. None: all remaining owners.
+        test: The test set. A number is the fraction of the samples of each class. ``"official"`` is the test set of the
+            data. A list names owners (subjects, users) whose samples form the test set, as for clients that join later.
+        validation: The validation set. A number is the fraction of the remaining samples of each class. ``"official"``
+            is the validation set of the data. A list names owners.
+        train_clients: Owners whose samples are used for training. None means all remaining owners.
     """
 
     test: float | Literal["official"] | list[str] = 0.2
@@ -39,7 +40,7 @@ class Split:
         validate_fields(self)
 
     def split_indices(self, samples: Samples, rng: np.random.Generator) -> tuple[IntArray, IntArray, IntArray]:
-        """Return the training, validation and test samples.
+        """Return the numbers of the training, validation and test samples, in this order.
 
         Raises:
             ValueError: If the data do not have the requested sets or owners, or if no training samples remain.
@@ -65,7 +66,7 @@ def _set_aside(
     samples: Samples,
     rng: np.random.Generator,
 ) -> tuple[IntArray, IntArray]:
-    """Return the remaining samples, and the samples that an argument selects."""
+    """Return the remaining samples, and the samples that an argument selects, in this order."""
     if selection == "official":
         official = samples.test if name == "test" else samples.validation
         if official is None:
@@ -107,7 +108,7 @@ def _set_aside(
 def _set_fraction_aside(
     fraction: float, indices: IntArray, samples: Samples, rng: np.random.Generator
 ) -> tuple[IntArray, IntArray]:
-    """Return the remaining samples, and a fraction of each class. Samples of the same origin stay together."""
+    """Return the remaining samples, and a fraction of each class, in this order. Samples of one origin stay together."""
     if samples.origin is None:
         rest, subset = stratified_split(samples.labels[indices], fraction, rng)
         return indices[rest], indices[subset]
@@ -119,9 +120,9 @@ def _set_fraction_aside(
 
 
 def _check_no_leakage(samples: Samples, plan: Plan, scenario: Scenario) -> None:
-    """Raise ValueError if training and test data share samples by origin. Warn if they share samples by content."""
+    """Raise ValueError if parts of the split share samples of one origin. Warn if training and test data have equal samples."""
     if samples.origin is None and samples.name != Samples.name:
-        # Public datasets keep their published splits.
+        # Public datasets keep their published splits, so they are not checked.
         return
     is_trained = np.zeros(len(samples), dtype=np.bool_)
     is_trained[np.concatenate([plan.pretrain, plan.base_samples])] = True
@@ -161,18 +162,18 @@ def check_classes(samples: Samples, scenario: Scenario, partition: Partition | N
 def draw_split(
     samples: Samples, scenario: Scenario, partition: Partition | None, division: Split | None, seed: int
 ) -> tuple[Samples, Plan]:
-    """Return the samples and the plan of a stream.
+    """Return the samples of a stream and the plan of the stream.
 
     The split, the partition and the scenario are applied in this order. The partition divides the training samples
-    among clients, and the scenario assigns them to rounds. The returned samples have the classes in the order of the
-    scenario.
+    among clients, and the scenario assigns the samples to rounds. In the returned samples, the classes are in the order
+    of the scenario.
 
     Args:
         samples: All samples.
         scenario: The scenario.
-        partition: The partition. None: `IID`.
-        division: The split. None: the test and validation sets of a data module or of a dict of splits. Other data:
-            the defaults of `Split`, a fifth of the samples for testing.
+        partition: The partition. None means `IID`.
+        division: The split. If None, the test and validation sets of a data module or a dict of splits are used. For
+            data without these sets, the defaults of `Split` are used, with a fifth of the samples for testing.
         seed: Seed of all draws.
     """
     if division is None:
@@ -192,7 +193,7 @@ def draw_split(
         parts = (partition or IID()).partition(y[pool.train], owner, rng)
         counts = np.fromiter(map(len, parts.values()), dtype=np.int64, count=len(parts))
         rows = np.concatenate(list(parts.values())) if parts else EMPTY
-        # All clients share one array. With many clients, copies would take most of the memory.
+        # The samples of all clients share one array. With many clients, copies would use most of the memory.
         pool = replace(pool, clients=concat_views(list(parts), pool.train[rows], counts))
     plan = scenario.plan(pool, seed)
     if unnamed := [client for client in plan.clients if not client.strip()]:

@@ -1,4 +1,4 @@
-"""Bodies of `lightning_fcl.models.create_vit`, from timm and from this package, with patch sizes for the image size.
+"""Bodies for `lightning_fcl.models.create_vit`, from timm and this package. Patch sizes depend on the image size.
 
 Importing timm takes seconds, so each builder imports only the modules that it needs.
 """
@@ -20,11 +20,11 @@ from lightning_fcl.validation import at_least, did_you_mean, require_package
 Backbone = tuple[nn.Module, int]
 """A module that maps images to features, and the number of features."""
 
-# Image size in pixels from which patches, strides and windows are those of the papers. Smaller images get those for
-# 32 x 32 pixels.
+# Image size in pixels. Images of at least this size use the patches, strides and windows of the papers. Smaller images
+# use the patches, strides and windows for 32 x 32 pixels.
 LARGE = 112
 
-# Arguments of timm's classes that users cannot pass: `create_vit` sets them, or they would change the output.
+# Arguments of timm's classes that users cannot pass, because `create_vit` sets them or because they change the output.
 _OURS = {
     *("img_size", "image_size", "in_chans", "channels", "num_classes", "global_pool", "device", "dtype"),
     *("distilled", "strict_img_size", "dynamic_img_size"),
@@ -60,7 +60,7 @@ def vit_backbone(
     mlp_ratio: float = 4.0,
     tokens: bool = False,
 ) -> Backbone:
-    """Build the body of `lightning_fcl.models.ViT`. With ``tokens``, it returns all patch tokens without final norm."""
+    """Build the body of `lightning_fcl.models.ViT`. If ``tokens`` is True, the body returns all patch tokens, unnormed."""
     check_blocks(width, num_heads, depth, mlp_ratio)
     check_image_size("ViT", image_size, multiple=patch_size, min_size=2 * patch_size)
     bare: dict[str, Any] = {"global_pool": "", "class_token": False, "final_norm": False} if tokens else {}
@@ -130,9 +130,9 @@ def _levit(image_size: int, channels: int, options: dict[str, Any]) -> Backbone:
 class LevitBody(nn.Module):
     """timm's LeViT without its classifier, followed by batch normalization and average pooling.
 
-    In evaluation mode, timm caches the attention biases until the next training. The cache would hide new weights of a
-    server or of `torch.func.functional_call`, and would break a second backward pass and `copy.deepcopy`. Therefore,
-    the cache is cleared after each forward pass.
+    In evaluation mode, timm caches the attention biases until the next training. With this cache, new weights from a
+    server or from `torch.func.functional_call` would be ignored, and a second backward pass and `copy.deepcopy` would
+    fail. Therefore, the cache is cleared after each forward pass.
     """
 
     def __init__(self, levit: Any) -> None:
@@ -217,5 +217,5 @@ VARIANTS: dict[str, tuple[Callable[[int, int, dict[str, Any]], Backbone], dict[s
     "t2t_14": (_t2t, {"width": 384, "depth": 14, "num_heads": 6, "mlp_ratio": 3.0}),
 }
 
-# The first variant of each family is the smallest. Reversing the order makes the first variant overwrite the others.
+# The first variant of each family is the smallest. In reversed order, it overwrites the other variants in the dict.
 FAMILIES = {name.partition("_")[0]: name for name in reversed(VARIANTS)}

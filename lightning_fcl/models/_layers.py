@@ -26,7 +26,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, num_heads: int = 1) -> Ten
 
 
 class _WideAttention(TorchFunctionMode):
-    """Mode that runs fused attention in single precision, also in timm's networks. Outputs have the query's dtype."""
+    """A mode that runs fused attention in single precision, in timm's networks, too. Outputs have the query's dtype."""
 
     def __torch_function__(
         self,
@@ -48,10 +48,10 @@ def _wide(value: object) -> object:
 
 
 def fast_attention(x: Tensor) -> AbstractContextManager[object]:
-    """Temporarily run attention in the precision that is fastest: on a CPU, single precision even under autocast.
+    """Return a context that runs attention in the fastest precision: on a CPU, single precision even under autocast.
 
-    On a CPU, the backward pass of fused attention in bf16 takes 1.3 to 15 times as long as in single precision, for
-    every width of the heads and number of tokens. The forward pass is not faster either. See
+    On a CPU, the backward pass of fused attention takes 1.3 to 15 times as long in bf16 as in single precision. This was
+    measured for several head widths and numbers of tokens. The forward pass in bf16 is not faster either. See
     `benchmarks/attention_step.py`.
     """
     return _WideAttention() if x.device.type == "cpu" and torch.is_autocast_enabled("cpu") else nullcontext()
@@ -97,7 +97,7 @@ def init_weights(module: nn.Module) -> None:
 
 
 def compute_padding(kernel: int, stride: int) -> int:
-    """Return the zero padding around a map that yields one patch of size ``kernel`` for every ``stride`` positions."""
+    """Return the zero padding around a map for one patch of size ``kernel`` per ``stride`` positions in each direction."""
     return (kernel - stride + 1) // 2
 
 
@@ -132,7 +132,7 @@ def check_blocks(width: int, num_heads: int, depth: int = 1, mlp_ratio: float = 
 
 
 def check_image_size(name: str, image_size: int, multiple: int, min_size: int) -> None:
-    """Raise ValueError if a network cannot split images of this size into patches in all of its stages."""
+    """Raise ValueError if an image size is too small for a network or is not a multiple of a given number of pixels."""
     at_least(1, patch_size=multiple)
     if image_size < min_size or image_size % multiple:
         suggested_size = max(min_size, -(-image_size // multiple) * multiple)

@@ -1,4 +1,4 @@
-"""A generator of images, and the distance of their statistics to the running statistics of a network."""
+"""A generator of images, and a distance between batch statistics and a network's running statistics."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from lightning_fcl.validation import at_least
 class Generator(Serializable):
     """A network that generates images from noise (Fang et al., 2019, "Data-free adversarial distillation").
 
-    A linear layer makes maps of a quarter of the image size. Two upsampling layers and three convolutions follow. MFCL
-    and TARGET use this network, too. Its last layer is a batch normalization, so images need not be scaled to a range.
+    A linear layer creates maps whose sides are a quarter of the image's sides. Two upsampling layers and three
+    convolutions follow. MFCL and TARGET also use this network. The last layer is a batch normalization, so the training
+    images need not be scaled to a fixed range.
 
     Args:
         size: Channels, height and width of an image, each at least 1.
         noise_dim: Size of the noise vector of an image, at least 1.
-        width: Number of channels of the last hidden layer, at least 1. The earlier layers have twice as many.
+        width: Number of channels of the last hidden layer, at least 1. The earlier layers have ``2 * width`` channels.
 
     Raises:
         ValueError: If a number is out of range.
@@ -79,14 +80,14 @@ def batchnorm_layers(network: nn.Module) -> list[_BatchNorm]:
 
 
 def with_statistics_distance(network: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a network's output, and the distance of the input statistics to the running statistics, a scalar.
+    """Return a network's output, and the distance between the batch statistics and the running statistics, a scalar.
 
-    The distance is the sum of ``||mean - running mean|| + ||variance - running variance||`` over the inputs of all
-    `batchnorm_layers` (Yin et al., 2020, "Dreaming to distill", equation 4, but not squared). The network must be in
-    evaluation mode.
+    The distance is the sum of ``||mean - running mean|| + ||variance - running variance||`` over all
+    `batchnorm_layers`. Mean and variance are those of the layer's input. This is equation 4 of Yin et al. (2020,
+    "Dreaming to distill"), but not squared. The network must be in evaluation mode.
 
     Raises:
-        ValueError: If the network has no such layers.
+        ValueError: If the network has no `batchnorm_layers`.
 
     Example:
         >>> norm = nn.BatchNorm1d(1).eval()

@@ -1,4 +1,4 @@
-"""Low-rank adaptation (Hu et al., 2022)."""
+"""Low-rank adaptation of linear layers (Hu et al., 2022)."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ class LoRA(Serializable):
     zero. Therefore, the network's output is unchanged at the start. Only these weights and the parameters that match
     ``head`` are trained. All other parameters are frozen.
 
-    The mean of the clients' A and B does not give the mean of their products. With ``train_a=False`` it does: all
-    clients have the same A, and only B and the head are averaged. This is FFA-LoRA (Sun et al., 2024). With
-    ``FederatedStrategy(reductions={"model.*.a.weight": "constant"})``, A is not uploaded or downloaded, like frozen
-    weights.
+    In general, the mean of the products B A differs from the product of the mean B and the mean A. With
+    ``train_a=False``, the two are equal, because all clients have the same A. Only B and the head are averaged. This is
+    FFA-LoRA (Sun et al., 2024). With ``FederatedStrategy(reductions={"model.*.a.weight": "constant"})``, A is not
+    uploaded or downloaded, like the frozen weights.
 
     Args:
         net: A network. Its linear layers are replaced in place.
         rank: Rank of the added weights, at least 1.
         alpha: Scale of the added weights, above 0.
-        head: Shell-style pattern of the parameters to train directly. All other `nn.Linear` layers are adapted.
-        train_a: Whether A is trained, too.
+        head: Shell-style pattern for the names of parameters that are trained directly. All `nn.Linear` layers that do
+            not match are adapted.
+        train_a: Whether A is trained.
 
     Raises:
-        ValueError: If a number is out of range, or ``head`` matches no parameter or all linear layers.
+        ValueError: If a number is out of range, if ``head`` matches no parameter, or if no linear layer is left to adapt.
 
     Example:
         >>> from lightning_fcl.models import MLP

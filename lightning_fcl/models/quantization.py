@@ -1,4 +1,4 @@
-"""Networks with a frozen backbone: batch normalization is folded, and weights are fixed in float or int8."""
+"""Networks with a frozen backbone. Batch normalization is folded, and the backbone's weights are float or int8."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Precision = Literal["int8", "float"]
 
 
 def with_frozen_backbone(network: Serializable, backbone: Precision = "int8") -> Serializable:
-    """Return a network with a frozen backbone. The network is modified in place, and a state is loaded afterwards.
+    """Freeze the backbone of a network in place, and return the network. Load a state dict afterwards.
 
     Args:
         network: A network with the submodules ``backbone`` and ``head``.
@@ -45,7 +45,7 @@ def freeze_backbone_(network: nn.Module, backbone: Precision, images: Tensor | N
     Args:
         network: A network with the submodules ``backbone`` and ``head``.
         backbone: Precision of the backbone.
-        images: Images for the calibration of int8. None builds only the structure.
+        images: Images for the calibration of int8. If None, only the structure is built, and scales are placeholders.
     """
     network.eval()
     fold_batchnorm(network)
@@ -62,8 +62,9 @@ def freeze_backbone_(network: nn.Module, backbone: Precision, images: Tensor | N
 def fold_batchnorm(module: nn.Module) -> None:
     """Fold every `BatchNorm2d` that follows a `Conv2d` in an `nn.Sequential` into the convolution, in place.
 
-    In evaluation mode, the outputs are equal up to rounding. An `nn.Identity` replaces the normalization, so that the
-    other layers keep their names. The new convolution has a bias, and is trainable if the old one was.
+    In evaluation mode, the outputs of the model stay equal up to rounding. An `nn.Identity` replaces the normalization,
+    so that the other layers keep their names. The new convolution has a bias, and is trainable if the old convolution
+    was trainable.
     """
     for sequence in module.modules():
         if not isinstance(sequence, nn.Sequential):
@@ -73,18 +74,18 @@ def fold_batchnorm(module: nn.Module) -> None:
             if isinstance(convolution, nn.Conv2d) and isinstance(norm, nn.BatchNorm2d):
                 training = convolution.training
                 fused = fuse_conv_bn_eval(convolution.eval(), norm.eval()).train(training)
-                # If the convolution had no bias, the new bias is frozen.
+                # If the convolution had no bias, `fuse_conv_bn_eval` returns a bias without gradients.
                 cast(Tensor, fused.bias).requires_grad_(convolution.weight.requires_grad)
                 setattr(sequence, first, fused)
                 setattr(sequence, second, nn.Identity())
 
 
 class Int8Convolution(nn.Module):
-    """A convolution of 8-bit levels with an output of 8-bit levels. Its whole state is in buffers.
+    """A convolution whose inputs, weights and outputs are 8-bit levels. All of its state is in buffers.
 
     A real number is ``scale * (level - zero_point)``. Weights have symmetric levels in [-127, 127] and one scale per
-    output channel. The bias is in units of ``input scale * weight scale``, as on integer hardware. A subsequent ReLU is
-    included: with an output zero point of 0, there are no negative outputs.
+    output channel. The bias is in units of ``input scale * weight scale``, as on integer hardware. If a ReLU follows
+    the convolution, it is included: the zero point of the output is 0, so no output is negative.
     """
 
     weight: Tensor
@@ -112,8 +113,8 @@ class Int8Convolution(nn.Module):
             x: Input levels minus their zero point.
             scale: Scale of the input levels.
         """
-        # Levels are whole numbers in floating point, and sums are exact below 2^24 in any order of summation.
-        # Therefore, a sample's result does not depend on its batch, on vmap or on the device.
+        # Levels are whole numbers in floating point. Sums below 2^24 are exact in any order of summation. Therefore, the
+        # result for a sample does not depend on its batch, on vmap or on the device.
         weight, bias = self.weight.float(), self.bias.float()
         x = F.conv2d(x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
         factor = scale.float() * self.weight_scale.float() / self.scale.float()
@@ -121,10 +122,10 @@ class Int8Convolution(nn.Module):
 
 
 class Int8Backbone(nn.Module):
-    """A frozen chain of int8 convolutions. Input and output are floating-point tensors, and outputs have 256 levels.
+    """A frozen chain of int8 convolutions. Input and output are floating-point tensors. The output has 256 levels.
 
-    No parameter is trainable, and training mode has no effect. After loading the `state_dict` of another model, a model
-    that was prepared with ``quantize_backbone(model, None)`` returns bitwise identical outputs.
+    No parameter is trainable, and training mode has no effect. To copy a quantized model, prepare the new model with
+    ``quantize_backbone(model, None)`` and load the `state_dict`. The outputs are then bitwise identical.
     """
 
     input_scale: Tensor
@@ -160,18 +161,18 @@ class Int8Backbone(nn.Module):
 def quantize_backbone(model: nn.Module, calibration: Tensor | None, batch_size: int = 64) -> None:
     """Replace ``model.backbone``, a chain of convolutions, by an `Int8Backbone`, in place.
 
-    This is static post-training quantization. Batch normalization is folded, and weights are symmetric per output
-    channel. Activations are unsigned per tensor. Their ranges come from torchao's PT2E observers on the calibration
-    images. The output maps are quantized, too. Create the optimizer afterwards.
+    This is static post-training quantization. Batch normalization is folded. Weights have one symmetric scale per output
+    channel. Activations are unsigned and have one scale per tensor. The ranges of activations come from torchao's PT2E
+    observers on the calibration images. The output maps are quantized, too. Create the optimizer after this call.
 
     Args:
         model: Model whose ``backbone`` is replaced.
-        calibration: Images as in training, about a hundred. None builds only the structure, without torchao, for a
-            state that is loaded afterwards.
+        calibration: About 100 images like the training images. If None, only the structure is built, and torchao is not
+            needed. Load a state dict afterwards.
         batch_size: Number of images per calibration step.
 
     Raises:
-        ValueError: If the backbone has other layers, or if the images have a wrong shape or non-finite values.
+        ValueError: If the backbone has unsupported layers, or if the images have a wrong shape or non-finite values.
     """
     backbone = copy.deepcopy(model.get_submodule("backbone")).cpu().float().eval()
     fold_batchnorm(backbone)
@@ -192,7 +193,7 @@ def quantize_backbone(model: nn.Module, calibration: Tensor | None, batch_size: 
 
 
 def _chain(backbone: nn.Module) -> dict[str, nn.Conv2d]:
-    """Return the convolutions of a chain of convolutions by name. A ReLU can follow each convolution."""
+    """Return the convolutions of a backbone by name. The backbone must be a chain of convolutions and ReLU layers."""
     convolutions: dict[str, nn.Conv2d] = {}
     for name, layer in backbone.named_modules():
         if isinstance(layer, nn.Conv2d) and layer.padding_mode == "zeros":
@@ -214,7 +215,7 @@ def _chain(backbone: nn.Module) -> dict[str, nn.Conv2d]:
 
 
 def _fill(quantized: Int8Backbone, convolutions: list[nn.Conv2d], graph: fx.GraphModule) -> None:
-    """Copy calibrated weights, scales and zero points from a graph to a chain. Both have the same order of layers."""
+    """Copy calibrated weights, scales and zero points from a graph to a backbone. Both have the same order of layers."""
     activations, weights = [], []
     for node in graph.graph.nodes:
         if node.target is torch.ops.quantized_decomposed.quantize_per_tensor.default:
@@ -238,7 +239,7 @@ def _fill(quantized: Int8Backbone, convolutions: list[nn.Conv2d], graph: fx.Grap
 
 
 def calibrated_graph(backbone: nn.Module, images: Tensor, batch_size: int) -> fx.GraphModule:
-    """Return the PT2E graph of a backbone, with constant scales and dequantization before every convolution."""
+    """Return the PT2E graph of a backbone. Its scales are constants, and it dequantizes before every convolution."""
     with silence_warnings():
         pt2e = require_package("torchao.quantization.pt2e.quantize_pt2e", "calibrates int8 models", extra="device")
         images = images.detach().cpu().float()
@@ -254,7 +255,7 @@ def calibrated_graph(backbone: nn.Module, images: Tensor, batch_size: int) -> fx
 
 
 class _ChainQuantizer:
-    """A PT2E quantizer for the input and weight of each convolution, and for the output of the chain."""
+    """A PT2E quantizer that quantizes the input and weight of each convolution, and the output of the chain."""
 
     def transform_for_annotation(self, model: fx.GraphModule) -> fx.GraphModule:
         """Return the graph unchanged."""
@@ -266,7 +267,7 @@ class _ChainQuantizer:
         from torchao.quantization.pt2e.quantizer import QuantizationAnnotation, QuantizationSpec
 
         activation = QuantizationSpec(torch.uint8, HistogramObserver, 0, 255, torch.per_tensor_affine)
-        # A channel of zeros would get a very small scale, for which the bias does not fit into 32 bits.
+            # With the default `eps`, a channel of zeros would get a very small scale, and its bias would exceed 32 bits.
         observer = PerChannelMinMaxObserver.with_args(eps=1e-5)
         weight = QuantizationSpec(torch.int8, observer, -127, 127, torch.per_channel_symmetric, ch_axis=0)
         for node in model.graph.nodes:
@@ -293,7 +294,7 @@ class _ChainQuantizer:
 
 @contextlib.contextmanager
 def silence_warnings() -> Iterator[None]:
-    """Temporarily silence deprecation warnings of torch.export and torchao that users cannot fix."""
+    """Temporarily silence all warnings. torch.export and torchao emit deprecation warnings that users cannot fix."""
     previous_level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -306,5 +307,5 @@ def silence_warnings() -> Iterator[None]:
 
 def _clamp(x: Tensor, zero_point: Tensor) -> Tensor:
     """Clamp levels minus their zero point to the range of 8 bits. The input is overwritten."""
-    # Tensors as bounds would be slower, and vmap has no rule for an in-place `clamp_`.
+    # Tensors as bounds of `clamp` would be slower. vmap does not support the in-place `clamp_`.
     return x.add_(zero_point).clamp(0, 255).sub_(zero_point)

@@ -14,19 +14,19 @@ from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.models.serialization import Serializable
 from lightning_fcl.validation import at_least, between
 
-# Rounding errors of a sum of products can exceed those of one operation by this factor.
+# Factor by which the rounding errors of a sum of products can exceed the rounding error of one operation.
 _ROUNDING = 100
 
 log = logging.getLogger(__name__)
 
-# Number of rows that are converted to double precision at once, so that they stay in the CPU cache.
+# Number of rows that are converted to double precision at once. The converted rows then fit into the CPU cache.
 CHUNK_SIZE = 4096
-# Number of rows of S S^T that are computed at once, from the diagonal on. The lower triangle is copied from the upper.
+# Number of rows of S S^T that are computed at once. Only the upper triangle is computed, and copied to the lower one.
 STRIPE_SIZE = 128
 
 
 class DoublePrecision(Serializable):
-    """A module whose double precision buffers keep their precision when the module is moved or converted."""
+    """A module whose float64 buffers stay float64 when the module is moved or converted."""
 
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
         wide = {name: value for name, value in self.named_buffers(recurse=False) if value.dtype is torch.float64}
@@ -39,22 +39,22 @@ class DoublePrecision(Serializable):
 class RidgeReadout(DoublePrecision):
     """A linear map from states to outputs by ridge regression: ``W = A (B + beta I)^-1`` (Bacciu et al., 2021, eq. 10).
 
-    The statistics are ``A = Y S^T``, ``B = S S^T`` and the number of samples (eq. 6-9 and 11-12). The regularizer is
-    not part of them and is added once, in the solution. Readouts of the same reservoir can add and subtract their
-    statistics.
+    The statistics are ``A = Y S^T``, ``B = S S^T`` and the number of samples (eq. 6-9 and 11-12). The statistics do not
+    contain the regularizer ``beta``. It is added once, in the solution. The statistics of readouts of the same
+    reservoir can be added and subtracted.
 
     Args:
         in_features: Size of the states, N_R.
         out_features: Size of the outputs, N_Y.
-        beta: Regularizer, at least 0. In the paper's eq. 7 and 9 it is part of each client's B, where it would count
-            once per client.
-        symmetric: Whether to store and upload only the upper triangle of B, which halves the number of bytes.
+        beta: Regularizer, at least 0. In the paper's eq. 7 and 9, beta is part of each client's B, so that the sum over
+            clients would contain beta once per client.
+        symmetric: Whether to store and upload only the upper triangle of B, which is about half of the bytes.
         rank: Number of leading singular values and vectors of B to keep, as their products of shape (rank, N_R). The
-            solution is then restricted to the space of these vectors (FedRAN). None keeps all of B.
+            solution is then restricted to the space of these vectors (FedRAN). If None, B is kept completely.
 
     Raises:
-        ValueError: If ``beta`` is below 0 or ``rank`` is not between 1 and ``in_features``. `merge` and `unlearn` raise
-            if the other readout has another reservoir or shape, and `unlearn` if ``rank`` is set.
+        ValueError: If ``beta`` is below 0, or ``rank`` is not between 1 and ``in_features``. `merge` and `unlearn` raise
+            ValueError if the two readouts have different reservoirs or shapes. `unlearn` also raises if ``rank`` is set.
 
     Example:
         >>> readout = RidgeReadout(2, 1, beta=0.0)
@@ -104,7 +104,7 @@ class RidgeReadout(DoublePrecision):
         return states.double() @ self.weight.t()
 
     def reset(self, tag: int = 0) -> None:
-        """Reset all statistics to start with another reservoir. The weights are kept until the next `solve`.
+        """Reset all statistics, to collect statistics of another reservoir. The weights are kept until the next `solve`.
 
         Args:
             tag: Hash of the new reservoir, see `EchoStateNetwork.weights_hash`.
@@ -119,7 +119,7 @@ class RidgeReadout(DoublePrecision):
             accumulate(self.A, self.B, states, targets)
         else:
             accumulate_rows(self.A, self.B, states, targets)
-            # B then contains singular directions instead of the states of single samples.
+            # B then contains singular vectors. It does not contain the states of single samples.
             self.B.copy_(leading_rows(self.B, self.rank))
         self.n += len(states)
 
@@ -131,7 +131,7 @@ class RidgeReadout(DoublePrecision):
         self.n += other.n
 
     def unlearn(self, other: RidgeReadout) -> None:
-        """Subtract the statistics of a readout that was trained only on samples that were added before."""
+        """Subtract the statistics of another readout. All of its samples must have been added to this readout before."""
         self._check(other)
         if self.rank is not None:
             raise InvalidValueError(
@@ -175,12 +175,12 @@ class RidgeReadout(DoublePrecision):
             self.weight.copy_(self.solve_path([self.beta])[0])
 
     def solve_path(self, betas: Sequence[float]) -> Tensor:
-        """Return the weights for several regularizers, shape (betas, outputs, features), by one eigendecomposition."""
+        """Return the weights for several regularizers, shape (betas, outputs, features), from a single decomposition."""
         _check_finite(self.A, self.B)
         if self.rank is not None:
             _, sizes, rows = torch.linalg.svd(self.B, full_matrices=False)
             values = sizes.square()
-            # Components outside of the row space would be divided by beta alone.
+            # Other components are rounding errors, and would be divided by a number close to beta.
             is_significant = values > _ROUNDING * _cut_off(values)
             return _from_spectrum(self.A, values[is_significant], rows[is_significant].t(), betas)
         return _by_eigenvalues(self.A, unpack_upper(self.B, self.in_features), betas)[0]
@@ -223,9 +223,9 @@ def accumulate_rows(a: Tensor, b: Tensor, states: Tensor, targets: Tensor) -> No
 
 
 def leading_rows(rows: Tensor, rank: int) -> Tensor:
-    """Return the products of leading singular values and right vectors of some rows, padded to (rank, features)."""
+    """Return the leading singular values times their right vectors, padded with zeros to shape (rank, features)."""
     if not torch.isfinite(rows).all():
-        # The server rejects uploads with NaN.
+        # Return NaN, because the server rejects uploads that contain NaN.
         return torch.full_like(rows[:1], torch.nan).expand(rank, -1)
     rows = rows[rows.any(dim=1)]
     if len(rows) > rows.shape[1]:
@@ -235,7 +235,7 @@ def leading_rows(rows: Tensor, rank: int) -> Tensor:
 
 
 class GroupMoments(DoublePrecision):
-    """Sums and numbers of samples of each class in random groups, from which B can be estimated (STSA-E).
+    """For each class and random group of samples: the sum and number of samples, to estimate B (STSA-E).
 
     Args:
         groups: Number of groups into which a client's samples are divided.
@@ -263,8 +263,8 @@ class GroupMoments(DoublePrecision):
         and ``b_c = (N_c - K_c) / ((K_c - 1) N_c)``. ``s_jc`` and ``n_jc`` are the sum and number of samples of class c
         in group j. ``P_c`` and ``N_c`` are the sum and number of samples of class c in all of its ``K_c`` groups.
 
-        The estimate is unbiased over random groupings, and exact if each group has one sample. For a class in a single
-        group, only the mean of the group is used.
+        The estimate is unbiased over random groupings, and exact if each group has one sample. If a class has samples
+        in only one group, the estimate uses the mean of this group.
         """
         n, groups = self.counts.sum(dim=0).double(), (self.counts > 0).sum(dim=0)
         num_other_groups = (groups - 1).clamp(min=1)
@@ -276,9 +276,9 @@ class GroupMoments(DoublePrecision):
 
 
 def accumulate_groups(sums: Tensor, counts: Tensor, states: Tensor, targets: Tensor) -> None:
-    """Add samples to the sums and counts of a client's `GroupMoments`. Samples are assigned to the groups in turn.
+    """Add samples to the sums and counts of a client's `GroupMoments`. Consecutive samples go to consecutive groups.
 
-    The samples must be in random order.
+    Pass the samples in random order.
     """
     groups, classes = counts.shape
     turns = int(counts.sum()) + torch.arange(len(states), device=states.device)
@@ -292,7 +292,7 @@ def add_to_diagonal(b: Tensor, size: int, value: float) -> None:
     if b.dim() == 2:
         b.diagonal().add_(value)
     else:
-        # The packed rows start on the diagonal, and each is one shorter than the previous row.
+        # The packed rows start on the diagonal, and each row is one element shorter than the previous row.
         lengths = torch.arange(size, 0, -1, device=b.device)
         b[lengths.cumsum(0) - lengths] += value
 
@@ -323,12 +323,12 @@ def unpack_upper(b: Tensor, size: int) -> Tensor:
 def solve(a: Tensor, b: Tensor, beta: float) -> Tensor:
     """Return ``a (b + beta I)^-1`` in double precision.
 
-    The solution is computed by Cholesky, or by eigenvalues if ``beta`` is below the rounding errors.
+    The Cholesky decomposition is used, or an eigendecomposition if ``beta`` is not above the rounding errors.
     """
     a, b = a.double(), b.double()
     _check_finite(a, b)
-    # Rounding can make a singular matrix positive definite, so Cholesky needs a `beta` above all rounding errors. The
-    # trace is an upper bound of the eigenvalues.
+    # Rounding can make a singular matrix positive definite, so Cholesky needs a `beta` above all rounding errors. No
+    # eigenvalue is larger than the trace.
     if beta > _ROUNDING * _cut_off(b.diagonal().sum().expand(len(b))):
         factor, error_code = torch.linalg.cholesky_ex(b + beta * torch.eye(len(b), dtype=b.dtype, device=b.device))
         if not error_code:

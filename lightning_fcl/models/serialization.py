@@ -1,7 +1,7 @@
-"""Descriptions of networks and tasks as plain data, and their creation from descriptions.
+"""Descriptions of networks and tasks as plain data, and functions that create the objects again.
 
-Only networks of this package and torch's optimizers are created from a description. A description is data: no name in
-it is imported, and no class is called before the class and its arguments have been checked.
+Only networks of this package and torch's optimizers are created from a description. The class and its arguments are
+checked before the class is called. No name in a description is imported.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MODELS, _OPTIMIZERS = "lightning_fcl.models", "torch.optim"
 
 
 class Serializable(nn.Module):
-    """A module with ``init_config``: the class path and the arguments that it was created with, as plain data."""
+    """A module whose attribute ``init_config`` describes how it was created: its class path and arguments as plain data."""
 
     init_config: dict[str, Any]
     __signature__: inspect.Signature
@@ -47,7 +47,7 @@ class Serializable(nn.Module):
 
 
 def serializable(make: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
-    """Decorate a function that creates a network, so that the network's ``init_config`` describes the function call."""
+    """Decorate a function that creates a network. The network's ``init_config`` then describes the function call."""
     make = check_arguments(make)
 
     @wraps(make)
@@ -60,7 +60,7 @@ def serializable(make: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
 
 
 def to_plain_config(value: object) -> Any:
-    """Convert an argument to plain data. An object that cannot be created again is described only by its class path."""
+    """Convert an argument to plain data. For an object that cannot be created again, return only its class path."""
     value = to_plain(value)
     if value is None or type(value) in (bool, int, float, str):
         return value
@@ -82,7 +82,7 @@ def to_plain_config(value: object) -> Any:
 
 
 def build_from_config(init_config: object, name: str) -> Any:
-    """Create an argument from a result of `to_plain_config`. The description can come from an untrusted file.
+    """Create an argument from its description, a result of `to_plain_config`. The description can be untrusted.
 
     Args:
         init_config: Description of the argument.
@@ -116,7 +116,7 @@ def build_from_config(init_config: object, name: str) -> Any:
 
 
 def validate_arguments(make: Callable[..., object], arguments: Mapping[str, object], name: str) -> dict[str, object]:
-    """Return arguments in plain data, converted to the types of a class or function, without calling it.
+    """Return plain arguments after conversion to the types of a class or function. The class or function is not called.
 
     Args:
         make: The class or function.
@@ -155,7 +155,7 @@ def _description(make: Callable[..., object], args: Iterable[object], kwargs: Ma
     signature = inspect.signature(make)
     try:
         bound = signature.bind(*args, **kwargs)
-    except TypeError:  # the call itself raises this error, or `__new__` is called by `copy` without arguments
+    except TypeError:  # the call itself also raises this error, or `copy` calls `__new__` without arguments
         return {}
     bound.apply_defaults()
     arguments: dict[str, object] = {}

@@ -58,19 +58,19 @@ class HARCNN(Serializable):
     """A network of convolutions, pooling and dense layers with a linear classifier (Usmanova et al., 2021).
 
     The paper is "A distillation-based approach integrating continual learning and federated learning for pervasive
-    services", section 3.5 and Table 1. The notation lists the layers, joined by ``_``:
+    services", section 3.5 and Table 1. The notation is a list of layers, joined by ``_``:
 
     - ``196-16C`` is a convolution with 196 filters of width 16 without padding, followed by ReLU.
     - ``4M`` is max pooling over 4 time steps.
     - ``1024D`` is a dense layer with 1024 units, followed by ReLU and dropout.
 
-    The notation does not contain the classifier. The paper gives a dropout rate but no position. This model has dropout
-    after every dense layer except the classifier, and nowhere else.
+    The notation does not contain the classifier. The paper states a dropout rate, but not where dropout is applied.
+    This model has dropout after every dense layer except the classifier.
 
-    At 12 bytes per parameter and for windows of 6 x 128, ``196-16C_4M_1024D`` (5,645,898 parameters) and
-    ``196-16C_4M_1024D_512D`` (6,167,626) have the sizes of Table 1, 67.8 MB and 74.1 MB. ``32-10C_256D_128D``
-    (1,010,726) and ``64-9C_4M_32-9C_2M_16-9C_128D`` (33,654) have 12.1 MB and 404 KB. Table 1 has 3.3 MB and 45 KB for
-    them.
+    For windows of 6 x 128 and at 12 bytes per parameter, two models have the sizes of Table 1:
+    ``196-16C_4M_1024D`` (5,645,898 parameters, 67.8 MB) and ``196-16C_4M_1024D_512D`` (6,167,626 parameters, 74.1 MB).
+    Two models have different sizes: ``32-10C_256D_128D`` (1,010,726 parameters) has 12.1 MB instead of 3.3 MB in Table
+    1, and ``64-9C_4M_32-9C_2M_16-9C_128D`` (33,654 parameters) has 404 KB instead of 45 KB.
 
     The hidden layers are `body`, and the classifier is `head`.
 
@@ -79,13 +79,13 @@ class HARCNN(Serializable):
         in_channels: Number of channels of the signal.
         length: Number of time steps of the signal.
         num_classes: Number of outputs of the classifier.
-        dropout: Probability of dropping a unit after a dense layer, from 0 to below 1.
-        init: ``"torch"`` keeps PyTorch's initialization. ``"keras"`` uses Glorot uniform weights and zero biases, the
-            defaults of the library that the paper used.
+        dropout: Probability of dropping a unit after a dense layer, at least 0 and below 1.
+        init: ``"torch"`` keeps PyTorch's initialization. ``"keras"`` uses the defaults of Keras, which the paper used:
+            Glorot uniform weights and zero biases.
 
     Raises:
-        ValueError: If the notation is invalid (the message names the token and its position), or if the signal is too
-            short.
+        ValueError: If the notation is invalid, or if the signal is too short. For an invalid notation, the message
+            names the token and its position.
 
     Example:
         >>> import torch
@@ -146,7 +146,7 @@ class HARCNN(Serializable):
 def _hidden(notation: str, in_channels: int, length: int, dropout: float) -> tuple[nn.Sequential, int]:
     layers: list[nn.Module] = []
     channels, steps = in_channels, length
-    # Outputs of the last dense layer, or 0 before the first dense layer.
+    # Number of outputs of the last dense layer, or 0 before the first dense layer.
     features = 0
     for position, token in enumerate(notation.split("_"), start=1):
         location = f"{token!r} at position {position}"
@@ -195,16 +195,17 @@ def _hidden(notation: str, in_channels: int, length: int, dropout: float) -> tup
 
 
 class DSICNet(Serializable):
-    """Depthwise-separable CNN with a `backbone` that is frozen on devices, and a `head` that is trained on devices.
+    """A depthwise-separable CNN. On devices, its `backbone` is frozen, and its `head` is trained.
 
-    Kröger et al. describe a DSICNet of 30,000 parameters. Its last convolution and classifier (M_T, 24 kB in fp32) are
-    trained, and the rest (M_F) is frozen in int8. We found no publication of its layers, so this network is a
-    reconstruction from these numbers.
+    Kröger et al. describe a DSICNet of 30,000 parameters. Its last convolution and its classifier (M_T, 24 kB in fp32)
+    are trained. All other layers (M_F) are frozen in int8. The layers are not published, as far as we know. Therefore,
+    this network is a reconstruction from these numbers.
 
-    The backbone has a 3x3 stem with 16 channels and six pairs of a depthwise and a pointwise convolution. One pair has
-    32 output channels, and five pairs have 64. A depthwise convolution with 64 channels follows. The head is the last
-    pointwise convolution with 80 channels, and a classifier. With ten classes and batch normalization, there are 29,962
-    parameters. After folding the batch normalization, M_T has 6,010 parameters (24,040 bytes).
+    The backbone has a 3x3 stem with 16 channels and six pairs of a depthwise and a pointwise convolution. The first
+    pair has 32 output channels, and the other five pairs have 64. A depthwise convolution with 64 channels follows. The
+    head consists of the last pointwise convolution with 80 channels, and a classifier. With ten classes, the network
+    has 29,962 parameters, including batch normalization. After folding the batch normalization, M_T has 6,010
+    parameters (24,040 bytes).
 
     Args:
         num_classes: Number of classes.
@@ -212,7 +213,7 @@ class DSICNet(Serializable):
         channels: Number of channels of the images.
 
     Raises:
-        ValueError: If the images are smaller than 16 x 16, or if a batch has images of another size.
+        ValueError: If ``image_size`` is smaller than 16 x 16, or if the images of a batch have a different size.
 
     Example:
         >>> import torch
@@ -251,12 +252,12 @@ class DSICNet(Serializable):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits (batch, num_classes) of images (batch, channels, height, width), or of the backbone's maps."""
+        """Return logits (batch, num_classes) of images (batch, channels, height, width) or of maps from `latent`."""
         logits: Tensor = self.head(self.latent(x))
         return logits
 
     def latent(self, x: Tensor) -> Tensor:
-        """Return the backbone's maps, shape (batch, 64, h, w). Maps as inputs are returned unchanged."""
+        """Return the backbone's maps, shape (batch, 64, h, w). If the input already has 64 channels, return the input."""
         if x.dim() == 4 and x.shape[1] == self.latent_channels:
             return x
         check_images(x, self.input_shape)

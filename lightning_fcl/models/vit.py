@@ -17,8 +17,8 @@ __all__ = ["SplitViT", "ViT", "create_vit"]
 class SplitViT(Serializable):
     """A body that computes features of images, and a linear head: ``forward(x) = head(body(x))``.
 
-    With ``reductions={"model.head.*": "local"}``, the bodies are averaged and each client keeps its own head, as in
-    FedRep and FedViT.
+    With ``reductions={"model.head.*": "local"}``, the server averages the bodies, and each client keeps its own head,
+    as in FedRep and FedViT.
 
     Args:
         body: Module that maps images (batch, channels, height, width) to features (batch, features).
@@ -28,7 +28,7 @@ class SplitViT(Serializable):
         channels: Number of channels of the images.
 
     Raises:
-        ValueError: If ``num_classes`` is below 1, or if a batch has images of another size.
+        ValueError: If ``num_classes`` is below 1, or if the images of a batch have a different size.
 
     Example:
         >>> import torch
@@ -65,12 +65,13 @@ class SplitViT(Serializable):
 class ViT(SplitViT):
     """The vision transformer of FedViT (Zuo et al., 2024, section 5.1): six layers, for images of 32 x 32 pixels.
 
-    The architecture is that of Dosovitskiy et al. (2021): patches, a class token, learned positions, and pre-norm
-    blocks with biases in all layers. It is timm's ``VisionTransformer``, with exactly the parameters of the authors'
-    code. The paper specifies only the number of layers. The width of 192 and the 12 heads come from the code. The
-    number of heads does not change the number of parameters.
+    The architecture is the architecture of Dosovitskiy et al. (2021): patches, a class token, learned positions, and
+    pre-norm blocks with biases in all layers. The class is timm's ``VisionTransformer``, and has the same parameters as
+    the authors' code. The paper specifies only the number of layers. The width of 192 and the 12 heads come from the
+    code. The number of heads does not change the number of parameters.
 
-    The body has 2,691,648 parameters, which are 10.77 MB in one direction. Each block has 444,864 parameters.
+    The body has 2,691,648 parameters. An upload or a download of the body has 10.77 MB. Each block has 444,864
+    parameters.
 
     Args:
         num_classes: Number of classes.
@@ -114,11 +115,11 @@ class ViT(SplitViT):
 def create_vit(
     name: str = "vit", image_size: int = 32, num_classes: int = 100, channels: int = 3, **options: Any
 ) -> SplitViT:
-    """Return an untrained vision transformer by name: the eight families of FedViT (Zuo et al., 2024, section 5.5).
+    """Return an untrained vision transformer of one of the eight families of FedViT (Zuo et al., 2024, section 5.5).
 
-    The name of a family selects its smallest variant. The table lists the names, the patches or convolutions, and the
-    number of positions per side in each stage. For example, ``4 every 2: 15, 8, 4`` means patches of 4 pixels with
-    stride 2, and 15, 8 and 4 positions per side in three stages.
+    The name of a family selects its smallest variant. In the table, each row lists the names of a family. The other two
+    columns list the patches or convolutions, and the number of positions per side in each stage. For example, ``4 every
+    2: 15, 8, 4`` means patches of 4 pixels with stride 2, and 15, 8 and 4 positions per side in three stages.
 
     ======================================================  =============================  ============================
     name                                                    below 112 pixels: at 32        from 112 pixels: at 224
@@ -134,19 +135,19 @@ def create_vit(
     ``t2t``: ``t2t_7``, ``t2t_10``, ``t2t_12``, ``t2t_14``  strides 2, 2, 1: 16, 8, 8      4, 2, 2: 56, 28, 14
     ======================================================  =============================  ============================
 
-    From 112 pixels on, these are the configurations of the papers, except for the six layers of ``vit``. At 32 pixels,
-    every attention has more than one position, because queries and keys of a single position would not be trained.
+    From 112 pixels on, the configurations are those of the papers, except that ``vit`` has six layers. At 32 pixels,
+    the attention in each stage has more than one position. With a single position, queries and keys cannot be trained.
 
     - ``vit`` is `ViT`. ``deit`` is a `ViT` with 12 layers, without distillation.
     - ``cvt`` is `CvTBody`, and ``t2t`` is `T2TBody`. The other bodies come from timm.
-    - PVT is version 2, the only one in timm. At 32 pixels, it reduces keys by (4, 2, 1, 1) instead of the paper's
-      (8, 4, 2, 1).
-    - LeViT has one head instead of two. The batch normalization before the head belongs to the body, and comes before
-      the pooling, so that a batch of one image can be trained, too.
-    - There is no dropout or stochastic depth, unless an option sets it.
+    - PVT is version 2, because timm does not contain version 1. At 32 pixels, PVT reduces keys by (4, 2, 1, 1) instead
+      of the paper's (8, 4, 2, 1).
+    - LeViT has one head instead of two. The batch normalization before the head belongs to the body. It comes before
+      the pooling, so that the model can be trained on a batch of one image.
+    - Dropout and stochastic depth are off, unless an option sets them.
 
-    Each upload or download contains the parameters of the body, 4 bytes each, and the statistics of batch
-    normalization of LeViT and CvT. The numbers of parameters are:
+    Each upload or download contains the parameters of the body, at 4 bytes each. For LeViT and CvT, it also contains
+    the statistics of batch normalization. The bodies have these numbers of parameters:
 
     =====  ==========  ==========    =====  ==========  ==========    =====  ==========  ==========
     body        at 32      at 224    body        at 32      at 224    body        at 32      at 224
@@ -157,7 +158,7 @@ def create_vit(
     =====  ==========  ==========    =====  ==========  ==========    =====  ==========  ==========
 
     Args:
-        name: Name of a family or a variant, see above.
+        name: Name of a family or a variant, from the first table.
         image_size: Height and width of the images in pixels.
         num_classes: Number of classes.
         channels: Number of channels of the images.
@@ -165,7 +166,8 @@ def create_vit(
             ``drop_path_rate``.
 
     Returns:
-        The model, with `body`, `head` and `features`. Its weights are drawn from torch's global generator.
+        The model, with the attributes `body`, `head` and `features`. Its weights are drawn from torch's global random
+        generator.
 
     Raises:
         ValueError: If the name or an option is unknown, or if the image size does not match the architecture.
