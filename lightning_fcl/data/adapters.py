@@ -1,4 +1,4 @@
-"""Conversion of the user's data to `Samples`: arrays, datasets, data modules and Avalanche benchmarks."""
+"""Conversion of users' data to `Samples`: arrays, datasets, data modules and Avalanche benchmarks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class MapStyle(Protocol):
-    """A dataset with a length and indexed items, such as a dataset of torch or of Hugging Face."""
+    """A dataset with a length and indexed items, such as a torch or Hugging Face dataset."""
 
     def __len__(self) -> int: ...
 
@@ -56,7 +56,7 @@ class MapStyle(Protocol):
 if TYPE_CHECKING:
     AnyDataset: TypeAlias = Dataset[Any]
 else:
-    # With the type `Dataset[Any]`, jsonargparse would create a plain `Dataset` instead of the dataset of a recipe.
+    # With the type `Dataset[Any]`, jsonargparse would create a plain `Dataset` instead of the class in the recipe.
     AnyDataset = Dataset
 _Own = AnyDataset | MapStyle | L.LightningDataModule
 StreamData = str | DatasetSpec | ArrayDataset | Samples | _Own | Mapping[str, _Own] | Sequence[_Own]
@@ -66,7 +66,7 @@ StreamData = str | DatasetSpec | ArrayDataset | Samples | _Own | Mapping[str, _O
 class SizedItems(ItemsOf):
     """A torch dataset that wraps data with a length and indexed items, such as a Hugging Face dataset.
 
-    The targets and class names of a Hugging Face dataset are read from its target column, if it has one.
+    If a Hugging Face dataset has a target column, its targets and class names are read from this column.
     """
 
     def __init__(self, data: Any) -> None:
@@ -91,14 +91,14 @@ class SizedItems(ItemsOf):
 
 
 def to_dataset(data: Any, owner_name: str) -> Dataset[Any]:
-    """Return data with a length and indexed items as a dataset.
+    """Return data that have a length and indexed items as a torch dataset.
 
     Args:
         data: The data.
         owner_name: Description of the data in the error message, such as "for client 3".
 
     Raises:
-        TypeError: If the data are arrays, whose items have no targets, or if they have no length or no indexed items.
+        TypeError: If the data have no length or no indexed items. Also if the data are arrays, which have no targets.
     """
     check_lightning_namespace(data)
     whole = isinstance(data, Sized) and not isinstance(data, str | bytes | Mapping | tuple | IterableDataset)
@@ -126,11 +126,11 @@ def samples_from_arrays(
     collate_fn: Collate = default_collate,
     sample_name: SampleName = default_name,
 ) -> Samples:
-    """Return the validated samples of arrays, tensors or a map-style dataset. See `FederatedStream.from_arrays`."""
+    """Check arrays, tensors or a map-style dataset, and return their samples. See `FederatedStream.from_arrays`."""
     in_memory = not isinstance(x, Dataset) and (hasattr(x, "__array__") or isinstance(x, list))
     content: Tensor | Dataset[Any] = _tensor(x) if in_memory else to_dataset(x, "for `x`")
     size = len(content)  # type: ignore[arg-type]  # a map-style data set
-    # `ArrayDataset` validates floating-point samples, labels, owners and domains. Zeros replace all other values.
+    # `ArrayDataset` checks floating-point samples, labels, owners and domains. Empty rows stand in for other samples.
     checked = np.zeros((size, 0), np.float32)
     if isinstance(content, Tensor) and content.is_floating_point():
         checked = content.float().numpy()
@@ -182,9 +182,9 @@ def _tensor(x: Any) -> Tensor:
 
 
 def _column(name: str, values: Any) -> NDArray[Any] | None:
-    """Return the owner or domain of each sample as an array of integers or of strings.
+    """Return the owners or domains of all samples as an array of integers or strings.
 
-    Strings of pandas have the NumPy type object, and are converted to a string type.
+    Strings from pandas have the NumPy type object. They are converted to a string type.
     """
     if values is None:
         return None
@@ -217,9 +217,10 @@ def to_samples(
         data: The data. See `FederatedStream`.
         classes: Names of the classes.
         seed: Seed of the random draws of data modules.
-        left_open: Names of the stream's arguments that are not set. The data modules of all clients must agree on them.
-        collate_fn: The `collate_fn` of the stream, if it is set.
-        y: Targets in the structure of the data. See `FederatedStream`. None: the items contain their targets.
+        left_open: Names of arguments that the user did not pass to the stream. If the clients have data modules, the
+            modules must have the same values for these arguments.
+        collate_fn: The `collate_fn` that the user passed to the stream, or None.
+        y: Targets in the structure of the data. See `FederatedStream`. If None, the items must contain their targets.
     """
     if is_client_mapping(data):
         return _join_clients(data, classes, seed, left_open, collate_fn, y)
@@ -245,11 +246,11 @@ def to_samples(
 def samples_in(
     module: L.LightningDataModule, split_names: Sequence[str], seed: int, classes: Sequence[str] | None = None
 ) -> Samples:
-    """Return the samples of some splits of a data module. `to_samples` returns the samples of all splits.
+    """Return the samples of the given splits of a data module. `to_samples` returns the samples of all splits.
 
     Args:
         module: The data module.
-        split_names: Names of the splits. The data module must have the first one.
+        split_names: Names of the splits. The data module must have the first split.
         seed: Seed of the random draws of the data module.
         classes: Names of the classes.
     """
@@ -272,7 +273,7 @@ def _join_clients(
 ) -> Samples:
     """Return the samples of all clients, concatenated in the order of the clients.
 
-    The data of a client are a dataset, a dict of splits, or a data module.
+    The data of each client are a dataset, a dict of splits, or a data module.
     """
     data_by_client = dict(data) if isinstance(data, Mapping) else dict(enumerate(data))
     if not data_by_client:
@@ -293,10 +294,10 @@ def _join_clients(
 def _names_splits(data: object, owner_name: str) -> TypeGuard[Mapping[str, object]]:
     """Return whether the data are a dict of splits, such as a `DatasetDict` of Hugging Face.
 
-    A dict with other keys has one entry per client.
+    A dict without these keys has one entry per client.
 
     Raises:
-        ValueError: If only some keys are names of splits, or if two keys name the same split.
+        ValueError: If some keys are not names of splits, or if two keys name the same split.
     """
     other_splits = SPLITS.keys() - {"train"}
     if not isinstance(data, Mapping) or "train" not in data or not (len(data) == 1 or other_splits & data.keys()):
@@ -328,7 +329,7 @@ def _samples_from_splits(
     left_open: Collection[str],
     y: Mapping[Any, Mapping[str, NDArray[Any]]] | None = None,
 ) -> Samples:
-    """Return the samples of all splits of all clients as one object."""
+    """Return a single `Samples` object with all splits of all clients."""
     pieces = [(part, data) for parts in clients.values() for part, (data, _) in parts.items()]
     owners = [client for client, parts in clients.items() for _ in parts]
     loader_pieces = ((part, data, loading) for parts in clients.values() for part, (data, loading) in parts.items())
@@ -350,7 +351,7 @@ def _samples_from_splits(
 
 
 def check_seen(samples: Samples) -> Samples:
-    """Return the samples unchanged. Raise ValueError if a validation or test class has no training samples."""
+    """Return the samples unchanged, or raise ValueError if a class in validation or test has no training samples."""
     train = np.ones(len(samples), dtype=np.bool_)
     for split_mask in (samples.validation, samples.test):
         train &= True if split_mask is None else ~split_mask
@@ -371,7 +372,7 @@ Benchmark: TypeAlias = "CLScenario | Sequence[AvalancheDataset]"
 
 
 class _Pairs(ItemsOf):
-    """The samples and labels of an Avalanche dataset, without its task labels."""
+    """The samples and labels of an Avalanche dataset. Task labels are left out."""
 
     def __init__(self, data: AvalancheDataset) -> None:
         self.data = data
@@ -385,10 +386,10 @@ class _Pairs(ItemsOf):
 
 
 def samples_from_benchmark(benchmark: Benchmark, scenario: Scenario | str | None) -> tuple[Samples, Scenario]:
-    """Return the samples of an Avalanche benchmark, and the scenario that keeps the order of its experiences.
+    """Return the samples of an Avalanche benchmark, and a scenario that keeps the order of its experiences.
 
     The ``group`` of a sample is the index of its experience. If no class is in two experiences, the default scenario is
-    class-incremental with the classes of each experience. Otherwise, it is domain-incremental.
+    `ClassIncremental` with the classes of each experience. Otherwise, the default scenario is `DomainIncremental`.
     """
     if isinstance(benchmark, Sequence):
         train, test = [_Pairs(data) for data in benchmark], []
@@ -414,7 +415,7 @@ def samples_from_benchmark(benchmark: Benchmark, scenario: Scenario | str | None
 
 
 def check_unused_arguments(scenario: Scenario, **arguments: object) -> None:
-    """Raise ValueError if ``partition``, ``client_ids`` or ``split`` is given but the scenario ignores it."""
+    """Raise ValueError if ``partition``, ``client_ids`` or ``split`` is passed but the scenario ignores it."""
     for argument, value in arguments.items():
         dealt, subject = (
             (scenario.provides_split, "tests") if argument == "split" else (scenario.provides_clients, "clients")

@@ -127,7 +127,7 @@ def read_batches(take: TakeFn, requests: Iterable[BatchRequest], loading: Loader
         collate_fn=return_unchanged,
         pin_memory=loading.pin_memory,
         worker_init_fn=loading.worker_init_fn,
-            # Without this argument, the loader would draw from the global generator.
+        # Without this argument, the loader would draw from the global generator.
         generator=torch.Generator().manual_seed(0),
     )
     try:

@@ -1,4 +1,4 @@
-"""A loader of the training data of all clients."""
+"""The loader of a stream's training data."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 class ClientLoader:
-    """Loader of the training data of all clients. A `FederatedStrategy` replaces it by the batches of each round.
+    """Loader of a stream's training data. With a `FederatedStrategy`, the batches of each round replace this loader.
 
-    In a Trainer without this strategy, the loader of a stream with one client yields batches. An epoch is a round.
+    In a Trainer without this strategy, the loader yields the batches of a single client. Each epoch is a round.
     """
 
     def __init__(self, stream: FederatedStream) -> None:

@@ -1,4 +1,4 @@
-"""Random generators in the code of a dataset: found once, seeded for each read, and restored afterwards."""
+"""Random generators that a dataset's code uses. They are found once, seeded for each read, and restored afterwards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_fcl.data.reachable import reachable
 from lightning_fcl.rng import derive_seed
 from lightning_fcl.snapshot_values import ValueKind, find_kind
 
-# The global generators. A read seeds and restores them separately.
+# The global generators. Each read seeds and restores them in separate code.
 _GLOBAL: tuple[object, ...] = (np.random.get_state.__self__, random.random.__self__, torch.default_generator)  # type: ignore[attr-defined]
 
 
@@ -25,10 +25,10 @@ class _Found(NamedTuple):
 
 
 class Generators:
-    """The random generators in datasets and in `collate_fn`, found once and seeded for each read.
+    """The random generators in datasets and in `collate_fn`. They are found once and seeded for each read.
 
-    Generators of NumPy, Python and torch are found in attributes, containers, closures, class attributes and the
-    globals that the code uses. A copy in another process searches again.
+    Generators of NumPy, Python and torch are found in attributes, containers, closures, class attributes and globals
+    that the code uses. A copy of this object in another process repeats the search.
 
     Example:
         >>> transform = {"noise": np.random.default_rng(7)}
@@ -56,11 +56,13 @@ class Generators:
         return self._found[id(root)][1]
 
     def seeded(self, roots: Mapping[str, object], seed: int) -> AbstractContextManager[None]:
-        """Temporarily seed each generator that some objects can reach. Its seed depends on ``seed`` and on its path.
+        """Temporarily seed each generator that the given objects can reach.
+
+        The seed of a generator depends on ``seed``, on the key of the object and on the path to the generator.
 
         Args:
-            roots: The objects, keyed by the first part of the paths.
-            seed: Seed of the read.
+            roots: The objects by name.
+            seed: Seed from which the seeds of the generators are derived.
         """
         generators: dict[int, tuple[str, _Found]] = {}
         for name, root in roots.items():

@@ -1,8 +1,8 @@
 """Partitions, which divide samples among clients.
 
-A partition is an object. Its arguments define the division, and its method `partition` returns the samples of each
-client. In a recipe, the name of its class is enough. A sample belongs to at most one client. All randomness comes from
-the random generator that is passed to `partition`.
+A partition is an object. Its arguments define how samples are divided. Its method `partition` returns the samples of
+each client. In a recipe, a partition without arguments can be specified by its class name. A sample belongs to at most
+one client. All randomness comes from the random generator that is passed to `partition`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Partition(ABC):
 
     @property
     def needs_classes(self) -> bool:
-        """Whether the partition needs targets that are classes. A stream rejects other targets if it is True."""
+        """Whether the partition requires targets that are classes. If True, a stream rejects other targets."""
         return False
 
     @abstractmethod
@@ -40,7 +40,7 @@ class Partition(ABC):
         The keys are the names of the clients: "0", "1" and so on, or the owners in ``client_ids``.
 
         Args:
-            y: Label of each sample, shape ``(n,)``. All 0 if targets are not classes.
+            y: Label of each sample, shape ``(n,)``. All labels are 0 if targets are not classes.
             client_ids: Owner of each sample, integers or strings, shape ``(n,)``. None if the data define no owners.
             rng: Random generator for all draws.
 
@@ -51,7 +51,7 @@ class Partition(ABC):
 
 @dataclass(frozen=True)
 class ByClientId(Partition):
-    """One client for each owner in the data, such as a subject or a user. The client has the samples of the owner.
+    """One client for each owner in the data, such as a subject or a user. The client has the owner's samples.
 
     Example:
         >>> parts = ByClientId().partition(np.zeros(3, int), np.array([10, 2, 10]), np.random.default_rng(0))
@@ -67,14 +67,14 @@ class ByClientId(Partition):
                 argument="partition",
             )
         names, number = np.unique(client_ids, return_inverse=True)
-        # One stable sort serves all owners. A search for each owner would take quadratic time.
+        # A single stable sort finds the samples of all owners. A search for each owner would take quadratic time.
         rows = np.argsort(number, kind="stable").astype(np.int64, copy=False)
         return concat_views(list(map(str, names.tolist())), rows, np.bincount(number))
 
 
 @dataclass(frozen=True)
 class IID(Partition):
-    """Samples assigned to clients uniformly at random. Sizes differ by at most one, and all samples are used.
+    """Samples are assigned to clients uniformly at random. All samples are used. Client sizes differ by at most one.
 
     Args:
         num_clients: Number of clients, at most the number of samples.
@@ -97,16 +97,16 @@ class IID(Partition):
 
 @dataclass(frozen=True)
 class Dirichlet(Partition):
-    """Each class divided among the clients in proportions drawn from a symmetric Dirichlet distribution.
+    """Each class is divided among the clients in proportions drawn from a symmetric Dirichlet distribution.
 
-    Yurochkin et al. (2019), "Bayesian nonparametric federated learning of neural networks", section 4: for every class
-    c, p_c ~ Dir(alpha, ..., alpha) over the clients. All samples are used. The division is drawn again until each
-    client has at least `min_partition_size` samples.
+    The distribution is from section 4 of Yurochkin et al. (2019), "Bayesian nonparametric federated learning of neural
+    networks": for every class c, p_c ~ Dir(alpha, ..., alpha) over the clients. All samples are used. The proportions
+    are drawn again until each client has at least `min_partition_size` samples.
 
     Args:
         num_clients: Number of clients, at most the number of samples.
-        alpha: Concentration, from 1e-9 to 1e6. Small values give each client few classes. Large values give each client
-            nearly equal shares of all classes.
+        alpha: Concentration, from 1e-9 to 1e6. With a small value, each client has few classes. With a large value,
+            each client has nearly the same share of every class.
         min_partition_size: Minimum number of samples per client.
 
     Raises:
@@ -147,7 +147,7 @@ class Dirichlet(Partition):
 
 @dataclass(frozen=True)
 class Shards(Partition):
-    """Samples sorted by label and cut into shards of equal size. Each client gets a few shards at random.
+    """Samples are sorted by label and cut into shards of nearly equal size. Each client gets some shards at random.
 
     McMahan et al. (2017), "Communication-efficient learning of deep networks from decentralized data", section 3, use
     100 clients with 2 shards of 300 samples. Only the assignment of shards to clients is random. All samples are used.
@@ -159,7 +159,7 @@ class Shards(Partition):
             of samples.
 
     Raises:
-        ValueError: If there are more shards than samples, or no shards.
+        ValueError: If there are more shards than samples, or if an argument is below 1.
 
     Example:
         >>> parts = Shards(2, shards_per_client=1).partition(np.array([1, 0, 1, 0]), None, np.random.default_rng(0))
@@ -181,16 +181,17 @@ class Shards(Partition):
 
 @dataclass(frozen=True)
 class ClassSubsets(Partition):
-    """A random subset of the classes for each client, and a random fraction of the samples of each of these classes.
+    """Each client draws a random subset of the classes, and gets a random fraction of the samples of these classes.
 
-    If clients request more samples of a class than it has, the samples are divided in proportion to the requests. If no
-    client has drawn a class, the class replaces the most frequent class at one client. This requires that the clients
-    together draw at least as many classes as there are. Otherwise, classes that no client has drawn stay unused.
+    If the fractions of a class add up to more than 1, its samples are divided in proportion to the fractions. If the
+    clients together draw at least as many classes as there are, every class is used: a class that no client has drawn
+    replaces the most frequent class at one client. Otherwise, classes that no client has drawn stay unused.
 
     Args:
         num_clients: Number of clients.
         classes_per_client: Number of classes per client, or an inclusive range from which each client draws the number.
-        fraction: Fraction of a class's samples, above 0 and at most 1, or a range from which each client draws it.
+        fraction: Fraction of the samples of each of the client's classes, above 0 and at most 1. Or an inclusive range
+            from which each client draws the fraction.
 
     Raises:
         ValueError: If an argument is out of range, or if a client would get no sample of one of its classes.
@@ -245,12 +246,15 @@ class ClassSubsets(Partition):
 
 
 def _deal_left_out(client_fractions: NDArray[np.float64], rng: np.random.Generator) -> None:
-    """Replace the most frequent class at a client by each class that no client has drawn, if places suffice."""
+    """Give each class that no client has drawn to one client, in place of the most frequent class.
+
+    Nothing is changed if the clients together have drawn fewer classes than there are.
+    """
     holders = np.count_nonzero(client_fractions, axis=0)
     if holders.sum() < len(holders):
         return
     for left_out in np.flatnonzero(holders == 0).tolist():
-        # At least two clients have this class, because there are at least as many places as classes.
+        # At least two clients have this class, because a class is left out and there are at least as many draws as classes.
         frequent = int(holders.argmax())
         client = rng.choice(np.flatnonzero(client_fractions[:, frequent]))
         client_fractions[client, [left_out, frequent]] = client_fractions[client, [frequent, left_out]]
@@ -263,13 +267,13 @@ def _range(value: float | Sequence[float]) -> tuple[Any, Any]:
 
 
 def _cut(members: IntArray, ends: NDArray[np.float64]) -> list[IntArray]:
-    """Return the samples cut at cumulative shares. The last piece has the remaining samples."""
-    # Rounding the cumulative share instead of each share keeps the total within the class. If the shares add up to 1,
-    # all samples are used.
+    """Return the pieces of ``members`` that end at the given cumulative shares, and a last piece with the rest."""
+    # Round the cumulative shares instead of each share. Separately rounded shares could add up to more samples than the
+    # class has. If the shares add up to 1, all samples are used.
     return np.split(members, np.rint(ends * len(members)).astype(np.int64))
 
 
 def _named(pieces: Sequence[Sequence[IntArray]]) -> dict[str, IntArray]:
-    """Return the sorted samples of each client, by client number. A client gets its part of every piece."""
+    """Return the sorted samples of each client, by client number. Client i gets element i of every item in ``pieces``."""
     parts = (np.sort(np.concatenate(own)).astype(np.int64) for own in zip(*pieces, strict=True))
     return {str(client): part for client, part in enumerate(parts)}

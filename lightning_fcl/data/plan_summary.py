@@ -1,4 +1,4 @@
-"""Summary of a plan, as text and as charts: the classes in each round and of each client."""
+"""Summary of a plan as text and as charts. It shows the classes in each round and of each client."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_ROUNDS, _MOST_CLIENTS, _MOST_LINES = 120, 60, 30
 
 
 def describe_plan(plan: Plan, classes: Sequence[str]) -> str:
-    """Return a plan as text, with a line for each round whose clients or classes differ from the previous round.
+    """Return a plan as text. Rounds with the same clients and classes as the previous round are left out.
 
     Args:
         plan: The plan.
@@ -50,8 +50,9 @@ def describe_plan(plan: Plan, classes: Sequence[str]) -> str:
 def plot_plan(plan: Plan, classes: Sequence[str]) -> Spec:
     """Return three heat maps of a plan.
 
-    They show the number of samples per class and round, the task of each client per round, and the number of samples
-    per class and client. The charts show at most 120 evenly spaced rounds, and the first 60 clients.
+    The first heat map shows the number of samples per class and round. The second shows the task of each client per
+    round. The third shows the number of samples per class and client. The charts show at most 120 evenly spaced rounds,
+    and at most the first 60 clients.
 
     Args:
         plan: The plan.
@@ -104,8 +105,8 @@ def plot_plan(plan: Plan, classes: Sequence[str]) -> Spec:
 
 
 def _counts(plan: Plan, rounds: Sequence[int] | None = None) -> Iterator[IntArray]:
-    """Yield the number of samples of each group in each round, over all clients, shape (groups,)."""
-    # Rounds can share one dict of samples, which is then counted once.
+    """Yield the number of samples per group for each round, summed over all clients. Each array has shape (groups,)."""
+    # Consecutive rounds can share one dict of samples. Its samples are counted only once.
     cached_counts: dict[int, IntArray] = {}
     for round_idx in range(plan.num_rounds) if rounds is None else rounds:
         current = plan.train[round_idx]

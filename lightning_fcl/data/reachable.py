@@ -1,4 +1,4 @@
-"""Objects that the code of a dataset can reach: attributes, containers, closures, class attributes and globals."""
+"""Search for objects that code can reach: attributes, containers, closures, class attributes and globals."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Reachable(NamedTuple):
     """An object that code can reach.
 
     Args:
-        path: Path from the first object, such as ``transform.transforms[0].rng``.
+        path: Path from the start object, such as ``transform.transforms[0].rng``.
         value: The object.
-        held: Function that returns the attributes, items or variables of the object, by their paths.
+        held: Function that returns the attributes, items or variables of the object, keyed by their paths.
     """
 
     path: str
@@ -42,13 +42,13 @@ class Reachable(NamedTuple):
 
 
 def reachable(roots: Mapping[str, object]) -> Iterator[Reachable]:
-    """Yield each object that some objects can reach, once, nearest first.
+    """Yield each object that can be reached from the start objects. Each object is yielded once, the nearest first.
 
-    The order and the paths are identical in each process. Tensors, arrays and values without attributes are included.
-    Containers that contain only constants, tensors and arrays are not searched.
+    The order and the paths are identical in each process. Tensors, arrays and objects without attributes are included.
+    Constants are left out. The items of containers are left out if all of them are constants, tensors or arrays.
 
     Args:
-        roots: The start objects, keyed by the first part of their paths, which may be empty.
+        roots: The start objects, keyed by the first part of their paths. The first part may be empty.
     """
     todo = deque(roots.items())
     seen_ids: set[int] = set()
@@ -113,7 +113,7 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 
 def _class_attributes_of(kind: type) -> dict[str, Any]:
-    """Return attributes and methods of a class and its base classes. Their paths start with the name of the class."""
+    """Return the attributes and methods of a class and its base classes. Their paths start with the class's name."""
     attributes: dict[str, Any] = {}
     for base in kind.__mro__:
         if _is_known(base.__module__):
@@ -136,7 +136,7 @@ def _function_of(item: object) -> types.FunctionType | None:
 def _variables_of(path: str, function: types.FunctionType) -> dict[str, Any]:
     """Return the variables that a function uses: closure variables, defaults and attributes.
 
-    Globals are included if the code is not part of an installed package.
+    Global variables are included, unless the code is part of the standard library or of an installed package.
     """
     if _is_known(function.__module__ or ""):
         return {}
@@ -166,7 +166,7 @@ def _is_installed(file: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def _names_in(code: types.CodeType) -> tuple[str, ...]:
-    """Return the names of globals that code may use, including the code of functions that are defined in it."""
+    """Return the names of globals that code may use. Code of functions that are defined inside it is included."""
     inner = (_names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
     return tuple(dict.fromkeys(chain(code.co_names, *inner)))
 
@@ -176,7 +176,7 @@ def _values(container: Any) -> Iterable[Any]:
 
 
 def _is_simple(container: Any) -> bool:
-    """Return whether a container has only constants, tensors and arrays, also within tuples, lists and dicts."""
+    """Return whether a container has only constants, tensors and arrays. Up to four levels of nesting are searched."""
     containers = [container]
     for _ in range(4):
         kinds = set[type]()

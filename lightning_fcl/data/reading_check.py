@@ -1,4 +1,4 @@
-"""Check that reading a sample changes no state on which later samples depend."""
+"""Check whether reading a sample changes state on which later samples depend."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _SMALL = 2**20
 
 
 def prepare_reading(samples: Samples, rows: IntArray, seed: int, warn: bool = True) -> None:
-    """Discard the generators found in an earlier fit, and warn if reading a sample changes state.
+    """Discard the generators that were found in an earlier fit, and warn if reading a sample changes state.
 
     Args:
         samples: Samples of a stream.
         rows: Numbers of the training samples. The first sample is read twice.
         seed: Seed of both reads.
-        warn: Whether this process warns.
+        warn: Whether this process may log the warning.
     """
     samples.generators.forget()
     if warn and samples.is_random and len(rows):
@@ -45,7 +45,7 @@ def _warn_of_changes(samples: Samples, rows: IntArray, seed: int) -> None:
     try:
         changed_names, is_repeatable = changes_of(lambda: request.load(samples.get), {"": data, **roots})
     except Exception:
-        # The check reads one sample, and `collate_fn` may need several. Training raises all other errors.
+        # The check reads one sample, but `collate_fn` may need several samples. Other errors occur again in training.
         log.debug("Could not check whether reading a sample changes the data set.", exc_info=True)
         return
     class_name = type(data).__name__
@@ -69,12 +69,12 @@ def _warn_of_changes(samples: Samples, rows: IntArray, seed: int) -> None:
 def changes_of(read_sample: Callable[[], Any], roots: Mapping[str, object]) -> tuple[list[str], bool]:
     """Read a sample twice with the same random numbers, and compare the state and the samples.
 
-    Attributes and containers are restored, except for slots, class attributes and variables of functions. Changes that
-    only the first read makes, such as caches and opened files, are not reported.
+    The state of attributes and containers is restored. Slots, class attributes and variables of functions are not
+    restored. Changes that only the first read makes, such as caches and opened files, are not reported.
 
     Args:
         read_sample: Function that reads the sample.
-        roots: Objects whose code reads the sample, keyed by the first part of their paths.
+        roots: Objects whose code reads the sample, keyed by the first part of the paths to report.
 
     Returns:
         The paths of all values that the second read has changed, and whether both samples are equal.
@@ -94,7 +94,7 @@ def changes_of(read_sample: Callable[[], Any], roots: Mapping[str, object]) -> t
 
 @contextmanager
 def restored_reading(samples: Samples, rows: IntArray, split_name: str) -> Iterator[None]:
-    """Temporarily allow reads of some samples. State that the reads change is restored, as in `changes_of`."""
+    """Temporarily allow code to read the given samples. State that the reads change is restored as in `changes_of`."""
     snapshot = _Snapshot(samples.readers(rows, split_name))
     try:
         yield
@@ -103,7 +103,7 @@ def restored_reading(samples: Samples, rows: IntArray, split_name: str) -> Itera
 
 
 class _Snapshot:
-    """Snapshot of the values that some objects contain, by path."""
+    """A snapshot of the values that the given objects can reach, by path."""
 
     def __init__(self, roots: Mapping[str, object]) -> None:
         self._parts: list[NamedValues | ContainerValue] = []
@@ -118,7 +118,7 @@ class _Snapshot:
                 self._parts.append(ContainerValue(node.path, value, kind, kind.copy(kind.read(value))))
 
     def changed(self) -> list[str]:
-        """Return the paths of changed values. Attributes and items come before the objects that contain them."""
+        """Return the paths of changed values. An attribute or item comes before the object that contains it."""
         names: list[str] = []
         for node, previous_values in self._held:
             updated_values = node.held()

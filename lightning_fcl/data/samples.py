@@ -30,12 +30,12 @@ from lightning_fcl.rng import derive_seed
 
 @dataclass(frozen=True)
 class DatasetSpec:
-    """The name of a public dataset, with arguments of its loader.
+    """The name of a public dataset, and arguments for the function that loads the dataset.
 
     Args:
         name: Name of a dataset in `lightning_fcl.data.datasets`. ``lightning-fcl data ls`` lists the names.
-        root: Folder of the datasets. Default: the environment variable LIGHTNING_FCL_DATA, or the user's cache.
-        options: Further arguments of the dataset's loader, such as ``{"chunk": 16}``.
+        root: Folder of the datasets. Defaults to the environment variable LIGHTNING_FCL_DATA, or to the user's cache.
+        options: Further arguments for the dataset's loader, such as ``{"chunk": 16}``.
     """
 
     name: str = "digits"
@@ -49,20 +49,20 @@ class Samples:
 
     Args:
         x: Samples, shape (n, ...), or a map-style dataset of n items.
-        targets: Target of each sample, shape (n, ...). With ``classes``, these are labels from 0 to C-1. Empty for a
-            dataset whose items contain targets that are not classes.
+        targets: Target of each sample, shape (n, ...). With ``classes``, these are labels from 0 to C-1. Empty if the
+            targets are not classes and are read from the items of a dataset.
         classes: Names of the classes. Empty if targets are not classes.
         client_ids: Owner of each sample, shape (n,).
         group: Domain of each sample, shape (n,).
         test: Mask of the samples in the test set of the data, shape (n,).
         validation: Mask of the samples in the validation set of the data, shape (n,).
-        scale: Mean and standard deviation that normalize stored pixels. None: samples are not normalized.
-        collate_fn: Function that makes a batch of a dataset's items.
+        scale: Mean and standard deviation to normalize stored pixels with. If None, samples are not normalized.
+        collate_fn: Function that combines items of a dataset to a batch.
         loader_configs: Loader settings of a data module for ``"train"``, ``"validation"`` and ``"test"``.
-        measurement: Description of the measured channels and of their scaling, if it is known.
+        measurement: Description of the measured channels and their scaling, if known.
         name: Name of the data for messages.
-        has_client_splits: Whether the test and validation sets of the data are the default split.
-        raw_samples: The samples before any `map`. None: these samples.
+        has_client_splits: Whether the default split uses the test and validation sets of the data.
+        raw_samples: The samples before the first `map`. If None, `map` was not used.
     """
 
     x: Tensor | Dataset[Any]
@@ -98,7 +98,7 @@ class Samples:
 
     @cached_property
     def origin(self) -> IntArray | None:
-        """Number for the origin of each sample, shape (n,), or None if all origins differ. See `origins_of`."""
+        """Origin of each sample as an integer, shape (n,). None if no two samples share an origin. See `origins_of`."""
         return origins_of(self.x) if isinstance(self.x, Dataset) else None
 
     @property
@@ -107,13 +107,13 @@ class Samples:
         return isinstance(self.x, Dataset)
 
     def collate(self, split_name: str) -> Collate:
-        """Return the function that makes a batch of samples for ``"train"``, ``"validation"`` or ``"test"``."""
+        """Return the function that makes a batch of samples. The split is ``"train"``, ``"validation"`` or ``"test"``."""
         if not isinstance(self.x, Dataset):
             return default_collate
         return self.loader_configs[split_name].collate_fn if split_name in self.loader_configs else self.collate_fn
 
     def to_float32(self) -> Samples:
-        """Return the samples with arrays of double precision converted to single precision. Datasets are unchanged."""
+        """Return the samples with float64 arrays converted to float32. The items of datasets are unchanged."""
         if not isinstance(self.x, Tensor):
             return self
         x, targets = self.x, self.targets
@@ -122,7 +122,7 @@ class Samples:
 
     @cached_property
     def generators(self) -> Generators:
-        """Random generators in the code of a dataset."""
+        """Random generators that a dataset's code uses."""
         return Generators()
 
     def get(self, indices: IntArray, split_name: str = "train", seed: int = 0) -> Any:
@@ -146,13 +146,14 @@ class Samples:
             return self.collate(split_name)(fetch(data, [int(i) for i in indices]))
 
     def seeded(self, indices: Iterable[int], split_name: str, seed: int) -> AbstractContextManager[None]:
-        """Temporarily seed the random generators of the datasets that contain some samples, and of `collate_fn`."""
+        """Temporarily seed the random generators of the datasets that contain the given samples, and of `collate_fn`."""
         return self.generators.seeded(self.readers(indices, split_name), seed)
 
     def readers(self, indices: Iterable[int], split_name: str) -> dict[str, object]:
-        """Return the datasets that contain some samples, and `collate_fn`, by name.
+        """Return the datasets that contain the given samples, and `collate_fn`, by name.
 
-        Datasets are numbered in the order of reading. The name of a client's dataset does not depend on other clients.
+        The names of the datasets are numbers, in the order in which the samples are read. Therefore, the name of a
+        client's dataset does not depend on other clients.
         """
         if not isinstance(self.x, Dataset):
             return {}
@@ -161,16 +162,16 @@ class Samples:
         return {**numbered, "collate_fn": self.collate(split_name)}
 
     def find_generators(self) -> None:
-        """Search for all generators now, so that forked worker processes do not search."""
+        """Search for all generators now, so that forked worker processes need not search."""
         for data in _all_within(self.x) if isinstance(self.x, Dataset) else ():
             self.generators.of(data)
 
     def map(self, function: Callable[[Tensor], Tensor], device: torch.device | None = None) -> Samples:
-        """Return samples with new inputs: the outputs of a function, such as the features of a frozen backbone.
+        """Return samples whose inputs are the outputs of a function, such as the features of a frozen backbone.
 
         Args:
             function: Function of a batch of inputs.
-            device: Device of the batches. None: the inputs are not moved.
+            device: Device to which the inputs are moved. If None, the inputs are not moved.
         """
         indices = np.arange(len(self))
         with torch.no_grad():
@@ -181,13 +182,13 @@ class Samples:
         return replace(self, x=torch.cat(parts), scale=None, raw_samples=self.raw_samples or self)
 
     def get_stored(self, indices: IntArray, seed: int = 0) -> Any:
-        """Return samples like `get`, but with stored pixels. `normalize` converts them."""
+        """Return samples like `get`, but without normalizing stored pixels. Use `normalize` afterwards."""
         if isinstance(self.x, Dataset):
             return self.get(indices, "test", seed)
         return [self.x[torch.from_numpy(indices)], torch.from_numpy(self.targets[indices])]
 
     def normalize(self, x: Tensor) -> Tensor:
-        """Return samples as models expect them, on the same device. Only stored pixels are normalized."""
+        """Return samples in the form that models expect, on the same device. Only stored pixels are normalized."""
         if self.scale is None:
             return x
         mean, std = (part.to(x.device) for part in self.scale)
@@ -195,7 +196,7 @@ class Samples:
 
     @property
     def pixel_encoding(self) -> tuple[Tensor, Tensor, tuple[int, ...]] | None:
-        """Mean, standard deviation and shape of stored images. None if samples are stored as models expect them."""
+        """Mean, standard deviation and shape of stored images. None if stored samples need no normalization."""
         return None if self.scale is None or isinstance(self.x, Dataset) else (*self.scale, tuple(self.x.shape[1:]))
 
 
@@ -231,11 +232,12 @@ def load_public(data: str | DatasetSpec | ArrayDataset) -> Samples:
 class Joined(ConcatDataset[Any]):
     """The concatenated datasets of clients and splits.
 
-    A batch of items of one dataset is read by its ``__getitems__``, which `ConcatDataset` ignores.
+    A batch whose items all come from one dataset is read by the ``__getitems__`` of this dataset. `ConcatDataset` would
+    read the items one by one.
     """
 
     def __getitems__(self, rows: Sequence[int]) -> Any:
-        """Return some items in the order of ``rows``. A batch of one dataset has the type that the dataset returns."""
+        """Return some items in the order of ``rows``. If all come from one dataset, return the type that it returns."""
         positions: dict[int, list[int]] = {}
         numbers = []
         for row in rows:
@@ -273,7 +275,7 @@ class SampleRows(Dataset[tuple[Tensor, Tensor]]):
 
 
 class _SeededRows(Dataset[Any]):
-    """Some items of a dataset whose code contains random generators. The seed of a batch depends on its position."""
+    """Some items of a dataset whose code uses random generators. The seed of a batch depends on the batch's position."""
 
     def __init__(self, samples: Samples, indices: IntArray, split_name: str, seed: int) -> None:
         self.samples = samples
@@ -303,14 +305,14 @@ def select_samples(samples: Samples, indices: IntArray) -> Dataset[Any]:
 def loader_of(
     samples: Samples, indices: IntArray, loading: LoaderConfig, split_name: str, seed: int
 ) -> DataLoader[Any]:
-    """Return a loader of the samples of a split. Its batches do not depend on `num_workers`."""
+    """Return a loader of the samples of a split. The batches do not depend on `num_workers`."""
     if not any(map(samples.generators.of, samples.readers(indices, split_name).values())):
         return loading.make_loader(select_samples(samples, indices))
     return replace(loading, collate_fn=return_unchanged).make_loader(_SeededRows(samples, indices, split_name, seed))
 
 
 def _holding(data: Dataset[Any], rows: Iterable[int]) -> Iterator[Dataset[Any]]:
-    """Yield the datasets that contain some items. Subsets and joined datasets of known types are unwrapped."""
+    """Yield the datasets that contain the given items. Known wrappers, such as subsets, are unwrapped."""
     if type(data) is IndexedTargets:
         yield from _holding(data.data, rows)
     elif type(data) is Subset or type(data) is SampledRows:
@@ -344,7 +346,7 @@ def normalize_samples(samples: Samples, mean: Any, std: Any) -> Samples:
     Args:
         samples: Samples of images, shape (n, channels, height, width).
         mean: Mean of the pixels, scaled to [0, 1]: one number, or one number for each channel.
-        std: Standard deviation of the pixels, in the same form.
+        std: Standard deviation of the pixels, scaled to [0, 1]: one number, or one number for each channel.
     """
     x = samples.x
     if not isinstance(x, Tensor) or x.dtype != torch.uint8 or x.dim() < 2:

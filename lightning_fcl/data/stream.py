@@ -1,4 +1,4 @@
-"""FederatedStream: a dataset as a stream of experiences, divided among clients."""
+"""FederatedStream: a data module that divides a dataset into experiences and among clients."""
 
 from __future__ import annotations
 
@@ -40,38 +40,42 @@ from lightning_fcl.validation import at_least, check_arguments
 
 
 class FederatedStream(L.LightningDataModule):
-    """A dataset as a federated continual stream with rounds, experiences and clients.
+    """A dataset as a federated continual stream. It is divided into rounds, experiences and clients.
 
     Args:
-        data: Name of a public dataset (`lightning_fcl.data.datasets`), a `DatasetSpec` with arguments of its loader, or
-            an `ArrayDataset`. Or a map-style dataset, which is any object with ``__len__`` and ``__getitem__``. Or a
-            LightningDataModule: its test and validation sets are the default `split`, and its loaders define the
-            settings below that you do not pass. Or a dict of the splits ``train``, ``validation`` and ``test``. Or a
-            dict or list with a dataset, data module or dict of splits for each client.
+        data: Name of a public dataset (`lightning_fcl.data.datasets`), or a `DatasetSpec` with arguments of its loader,
+            or an `ArrayDataset`. You can also pass your own data. A map-style dataset is any object with ``__len__``
+            and ``__getitem__``. A dict can contain the splits ``train``, ``validation`` and ``test``. The test and
+            validation sets of a LightningDataModule are the default `split`. Its loaders define the settings below that
+            you do not pass. For several clients, pass a dict or list with a dataset, data module or dict of splits for
+            each client.
         scenario: Scenario, or the name of its class. It defines which classes or domains occur in which round. Default:
             `ClassIncremental`.
         partition: Partition, or the name of its class. It divides the samples among clients. Default: `ByClientId` if
             the data have clients, otherwise `IID`. Do not pass a partition to a scenario that assigns samples to
             clients itself, such as the scenarios of papers.
-        split: Test and validation data. Default: the sets of a data module or of a dict of splits, otherwise a fifth
-            of the samples for testing. Do not pass a split to a scenario that draws test samples itself.
+        split: Split that selects the test and validation data. By default, the sets of a data module or of a dict of
+            splits are used. For other data, a fifth of the samples is used for testing. Do not pass a split to a
+            scenario that draws test samples itself.
         batch_size: Number of samples per batch. Default: 32. The test and validation loaders of a data module keep
             their batch sizes.
         shuffle: Whether each client's samples are shuffled in every local epoch. Default: True.
-        drop_last: Whether an incomplete last batch is dropped, unless it is a client's only batch. Default: False.
-        num_workers: Number of processes that read the items of a dataset. Default: 0. The result does not depend on it.
-        collate_fn: Function that makes a batch of a dataset's items. Default: the function of each loader of a data
+        drop_last: Whether an incomplete last batch is dropped. A client's only batch is never dropped. Default: False.
+        num_workers: Number of processes that read the items of a dataset. The number does not change results. Default:
+            0.
+        collate_fn: Function that combines items of a dataset to a batch. Default: the function of each loader of a data
             module, otherwise `torch.utils.data.default_collate`.
         classes: Names of the classes of a dataset or data module, as in `from_arrays`.
-        y: Targets of the samples. Needed if the items store targets in an unknown place, as graphs of PyTorch Geometric
-            do. Pass them in the structure of ``data``: an array with a target for each sample, a dict of arrays for the
-            splits ``train``, ``validation`` and ``test``, or a dict or list of these for clients. As in `from_arrays`,
-            they determine which client gets which samples in which round. Batches contain the items unchanged.
+        y: Targets of the samples. Needed if the targets in the items are not found, as for graphs of PyTorch Geometric.
+            Pass the targets in the structure of ``data``: an array with a target for each sample, or a dict of arrays
+            for the splits ``train``, ``validation`` and ``test``. For several clients, pass a dict or list with such
+            targets for each client. The targets determine which client gets which samples in which round, as in
+            `from_arrays`. Batches contain the items unchanged.
         seed: Seed of all random draws. Default: the seed of `lightning.seed_everything`, or 0.
-        backbone: Frozen backbone whose features replace the images. They are computed once and stored in the user's
-            cache. Pass a name of `lightning_fcl.models.frozen_backbone`, or a module with ``embed(x)``. The method
-            receives stored pixels, scaled to [0, 1], and normalizes them itself. The dataset's random draws for an
-            image are made once.
+        backbone: Frozen backbone whose features replace the images. The features are computed once and stored in the
+            user's cache. Pass a name of `lightning_fcl.models.frozen_backbone`, or a module with a method ``embed(x)``.
+            The method gets stored pixels that are scaled to [0, 1], and must normalize the pixels itself. If the
+            dataset draws random numbers for an image, they are drawn once.
 
     Example:
         >>> from lightning_fcl.data.partition import IID
@@ -124,14 +128,14 @@ class FederatedStream(L.LightningDataModule):
         self._classes, self._targets, self.backbone = classes, y, backbone
         self._seed = seed
         self._torn_down = False
-        # Returns the number of batches of a client in a round. A federation sets it for a fit.
+        # Function that returns the number of batches of a client in a round. A federation sets it for a fit.
         self.count_batches: Callable[[], int] | None = None
-        # Yields the batches of a client's round in a plain Trainer with methods.
+        # Function that yields the batches of a client's round, for a plain Trainer with methods.
         self.local_batches: Callable[[str, int], Iterator[Any]] | None = None
         # Minimum number of samples in a batch. A federation sets it when a fit begins.
         self.min_batch_size = 1
         self.samples = Samples(torch.empty(0), EMPTY)
-        # Class of each sample, as numbered by the scenario. Empty if targets are not classes.
+        # Class of each sample, numbered in the order of the scenario. Empty if targets are not classes.
         self.y: IntArray = EMPTY
 
     @classmethod
@@ -150,23 +154,23 @@ class FederatedStream(L.LightningDataModule):
         """Return a stream of arrays or of a map-style `torch.utils.data.Dataset`.
 
         Args:
-            x: Samples, shape (n, ...), or a dataset. ``collate_fn`` must be able to make a batch of a dataset's items.
+            x: Samples, shape (n, ...), or a dataset. ``collate_fn`` must be able to combine the dataset's items.
             y: Targets, shape (n, ...). Integers and strings are labels, which are numbered in ascending order.
-                Floating-point targets are not labels, unless they are whole numbers and ``classes`` is given. Default:
-                the targets in the items of a dataset, which are the second entry of a tuple, or the entry of a dict
-                named labels, label, targets, target or y.
+                Floating-point targets are labels only if they are whole numbers and ``classes`` is passed. By default,
+                the targets in the items of a dataset are used. The target is the second entry of a tuple, or the entry
+                of a dict with the key labels, label, targets, target or y.
             client_ids: Owner of each sample, shape (n,). The default partition is then `ByClientId`.
             group: Domain of each sample, shape (n,), for domain-incremental streams.
-            classes: Names of the classes, in the order of their numbers. Integer labels are then class numbers. ``()``:
-                the targets are not classes, even if they are integers.
+            classes: Names of the classes, in the order of their numbers. If passed, integer labels are class numbers.
+                Pass ``()`` if the targets are not classes but are integers.
             mean: Mean of the pixels of uint8 images of shape (n, channels, height, width), scaled to [0, 1]: one
                 number, or one number for each channel. Images stay uint8 until they are in a batch.
-            std: Standard deviation of the pixels, in the same form.
+            std: Standard deviation of the pixels, scaled to [0, 1]: one number, or one number for each channel.
             kwargs: Further arguments of `FederatedStream`.
 
         Raises:
-            ValueError: If there are no targets, if the lengths of columns differ, or if ``client_ids`` is given but the
-                scenario assigns samples to clients itself.
+            ValueError: If there are no targets, or if arguments have different numbers of samples. Also if
+                ``client_ids`` is passed but the scenario assigns samples to clients itself.
 
         Example:
             >>> x, y = torch.randn(60, 4), torch.arange(60) % 2
@@ -186,13 +190,13 @@ class FederatedStream(L.LightningDataModule):
     def from_avalanche(
         cls, benchmark: Benchmark, scenario: Scenario | str | None = None, **kwargs: Any
     ) -> FederatedStream:
-        """Return a stream of an Avalanche benchmark, or of a list of Avalanche datasets, divided among clients.
+        """Return a stream whose data are an Avalanche benchmark or a list of Avalanche datasets.
 
         Args:
             benchmark: The benchmark. Its experiences keep their order, and its test stream is the test set. In a list,
                 each dataset is an experience.
-            scenario: Default: `ClassIncremental` if no class is in two experiences, otherwise `DomainIncremental` with
-                the experiences as domains. Pass one of these scenarios to set its other
+            scenario: Scenario of the stream. Default: `ClassIncremental` if no class is in two experiences, otherwise
+                `DomainIncremental` with the experiences as domains. Pass one of these scenarios to change its other
                 arguments.
             kwargs: Further arguments of `FederatedStream`.
         """
@@ -221,7 +225,7 @@ class FederatedStream(L.LightningDataModule):
         return len(self.classes)
 
     def setup(self, stage: str) -> None:
-        """Load the data and draw the plan, unless this has already been done."""
+        """Load the data and draw the plan, unless the stream has been set up already."""
         for module in self._modules:
             module.trainer = self.trainer
         if self._torn_down or not len(self.samples):
@@ -237,9 +241,9 @@ class FederatedStream(L.LightningDataModule):
             call_seeded(self.seed, self.data.setup, stage)
 
     def setup_with_images(self) -> nn.Module | str | None:
-        """Set up the stream for a test on images instead of features, and return the backbone.
+        """Set up the stream for a test on images instead of features. Return the backbone, or None if there is none.
 
-        The images are in the form that the backbone expects. Return None if the stream has no backbone.
+        The images are in the form that the backbone expects.
         """
         backbone, self.backbone = self.backbone, None
         self.setup("test")
@@ -271,12 +275,12 @@ class FederatedStream(L.LightningDataModule):
             self.samples = compute_features(self.samples, self.backbone, self.num_workers, device)
         self.y = samples.targets if samples.classes else EMPTY
 
-    # Interface for the strategy.
+    # Properties and methods that the strategy uses.
 
     @property
     def get_samples(self) -> TakeFn:
-        """Function that returns the samples at some indices, as a batch: ``[x, y]``, or the items of a dataset."""
-        # The function does not contain the stream, so that a spawned process does not get the Trainer.
+        """Function that returns the samples at given indices as a batch: ``[x, y]``, or the items of a dataset."""
+        # The function does not refer to the stream, so that a spawned process does not get a copy of the Trainer.
         return partial(self.samples.get, seed=self.seed)
 
     def client_samples(self, client: str, round_idx: int, seed: int) -> Any:
@@ -286,9 +290,10 @@ class FederatedStream(L.LightningDataModule):
         )
 
     def read_batches(self, requests: Iterable[BatchRequest], split_name: str = "train") -> Generator[Any, None, None]:
-        """Yield the requested batches of a split. They are read by `num_workers` processes, which have no Trainer.
+        """Yield the requested batches of a split. They are read by `num_workers` processes, if there are any.
 
-        Close the generator after the last batch. Otherwise, its processes stay until the garbage collector ends them.
+        The processes have no copy of the Trainer. Close the generator after the last batch. Otherwise, the processes
+        run until the garbage collector ends them.
         """
         loading = self.loader_config(split_name)
         if loading.num_workers:
@@ -317,7 +322,7 @@ class FederatedStream(L.LightningDataModule):
         )
 
     def sample_history(self, client: str, round_idx: int, trained: Iterable[int]) -> SampleHistory:
-        """Return the sample numbers of a client in a round, and in the earlier rounds in which the client trained.
+        """Return the numbers of a client's samples in a round, and in the earlier rounds in which the client trained.
 
         Args:
             client: Name of the client.
@@ -333,7 +338,7 @@ class FederatedStream(L.LightningDataModule):
 
     @property
     def batch_plan(self) -> BatchPlan:
-        """Settings for dividing a client's samples into batches."""
+        """Settings that define how a client's samples are divided into batches."""
         return BatchPlan(self.batch_size, self.shuffle, self.drop_last, min_size=self.min_batch_size)
 
     def has_same_samples(self, client: str, *rounds: int) -> bool:
@@ -344,7 +349,7 @@ class FederatedStream(L.LightningDataModule):
     # Hooks of a LightningDataModule that return loaders.
 
     def train_dataloader(self) -> ClientLoader:
-        """Return the clients' training data. A `FederatedStrategy` replaces the loader by the batches of each round."""
+        """Return the loader of the clients' training data. See `ClientLoader`."""
         return ClientLoader(self)
 
     def val_dataloader(self) -> DataLoader[Any] | list[Any]:
@@ -356,17 +361,17 @@ class FederatedStream(L.LightningDataModule):
         return loader_of(self.samples, self.plan.validation, self.loader_config("validation"), "validation", self.seed)
 
     def test_dataloader(self) -> DataLoader[Any]:
-        """Return the loader of the common test set."""
+        """Return the loader of the test set, which all clients share."""
         return loader_of(self.samples, self.plan.test, self.loader_config("test"), "test", self.seed)
 
     def predict_dataloader(self) -> Any:
-        """Return the prediction loader of a data module, or the loader of the common test set."""
+        """Return the prediction loader of a data module. Without a prediction loader, return the test loader."""
         if isinstance(self.data, L.LightningDataModule) and is_overridden("predict_dataloader", self.data):
             return self.data.predict_dataloader()
         return self.test_dataloader()
 
     def pretrain_dataloader(self) -> DataLoader[Any]:
-        """Return a loader of the samples that pre-train the server's model before the first round."""
+        """Return a loader of the samples for pre-training the server's model before the first round."""
         if not len(self.plan.pretrain):
             raise InvalidValueError(
                 f"Expected a scenario with samples for pre-training, but {self.scenario} has none.",
@@ -377,9 +382,9 @@ class FederatedStream(L.LightningDataModule):
         return loading.make_loader(select_samples(self.samples, self.plan.pretrain))
 
     def loader_config(self, split_name: str) -> LoaderConfig:
-        """Return the loader settings of a split: the settings of a data module, or the defaults of the stream.
+        """Return the loader settings of a split: the settings of the data module, or the defaults of the stream.
 
-        Validation and test batches of arrays have at least 256 samples.
+        By default, validation and test batches of arrays have a batch size of at least 256.
         """
         draws = self.samples.is_random
         size = self.batch_size if split_name == "train" or draws else max(self.batch_size, 256)

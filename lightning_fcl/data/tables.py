@@ -1,4 +1,4 @@
-"""Tables: CSV and parquet files with named columns, as datasets."""
+"""Datasets from tables, which are CSV and parquet files with named columns."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ _DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+", re.ASCII)
 _MISSING = {"", "na", "n/a", "nan", "null", "none", "?"}
 
 _Where = Callable[[int], str]
-"""Function that returns the name of a row for messages, by the row's index from 0. Row 1 is the header."""
+"""Function that returns the description of a row for messages. Its argument is the index of the row, from 0."""
 
 
 class Table(Dataset[tuple[Tensor, Any]]):
-    """A dataset of a CSV or parquet file with named columns.
+    """A dataset that reads a CSV or parquet file with named columns.
 
     Every row is a sample. A target column of text or integers contains labels. A target column of decimal numbers
-    contains numeric targets. The file is read when the samples are needed.
+    contains numeric targets. The file is read when the samples are first accessed.
 
     Args:
-        path: The file. A CSV file is UTF-8 text with a header, commas between columns and decimal points.
-        target: Name of the target column, or several names of numeric columns.
+        path: Path of the file. A CSV file is UTF-8 text with a header, commas between columns and decimal points.
+        target: Name of the target column, or the names of several numeric columns.
         features: Names of the feature columns, in the order that the module expects.
-        mean: Mean of the features, which is subtracted: one number, or one number for each feature. Default: 0.
-        std: Standard deviation of the features, by which the difference is divided. Default: 1.
+        mean: Number that is subtracted from each feature: one number, or one number per feature. Default: 0.
+        std: Number by which each feature is divided afterwards: one number, or one number per feature. Default: 1.
 
     Raises:
-        ValueError: If an argument is invalid. When the file is read: if a column is missing or not unique, or if a cell
-            has no valid value.
+        ValueError: If an argument is invalid. Also when the file is read, if a column is missing or not unique, or if a
+            cell contains an invalid value.
 
     Example:
         >>> import os
@@ -139,7 +139,7 @@ class Table(Dataset[tuple[Tensor, Any]]):
 
 
 def _read_csv(path: Path, features: Sequence[str], target: Sequence[str]) -> tuple[NDArray[np.float64], NDArray[Any]]:
-    """Return the features of a CSV file, shape (n, features), and its targets."""
+    """Return the features of a CSV file, shape (n, features), and its targets, in this order."""
     rows = _csv_rows(path)
     header = [name.strip() for name in next(rows, (0, []))[1]]
     positions = _places(path, header, [*features, *target])
@@ -171,7 +171,7 @@ def _read_csv(path: Path, features: Sequence[str], target: Sequence[str]) -> tup
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Yield the rows of a CSV file that are not empty, each with the number of its last line."""
+    """Yield (line, cells) for each row of a CSV file that is not empty. ``line`` is the number of the row's last line."""
     hint = "Save the file as CSV, in UTF-8."
     with (
         as_file_error(path, "to be a CSV file in UTF-8", hint),
@@ -186,7 +186,7 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
 def _read_parquet(
     path: Path, features: Sequence[str], target: Sequence[str]
 ) -> tuple[NDArray[np.float64], NDArray[Any]]:
-    """Return the features of a parquet file, shape (n, features), and its targets."""
+    """Return the features of a parquet file, shape (n, features), and its targets, in this order."""
     arrow, parquet = (require_package(f"pyarrow{name}", "reads parquet files", "tables") for name in ("", ".parquet"))
     description, hint = "to be a parquet file", "Write the file with `pandas.DataFrame.to_parquet`."
     with as_file_error(path, description, hint):
@@ -235,7 +235,7 @@ def _read_parquet(
         values = column(name)
         if values.dtype.kind == "U" and (values == "").any():
             raise _missing(path, name, describe_row(int((values == "").argmax())))
-        # In a CSV file, booleans are the text True and False. Both formats then give the same labels.
+        # In a CSV file, booleans are text. Convert booleans, so that both formats give equal labels.
         return values.astype(bool).astype(np.str_) if arrow.types.is_boolean(table.column(name).type) else values
 
     return np.stack([numbers(name) for name in features], axis=1), _joined(
@@ -244,7 +244,7 @@ def _read_parquet(
 
 
 def _places(path: Path, header: Sequence[str], column_names: Sequence[str]) -> list[int]:
-    """Return the position of each requested column."""
+    """Return the index of each requested column in the header. Raise ValueError if a column is missing or repeated."""
     for name in column_names:
         matches = [number for number, one in enumerate(header, start=1) if one == name]
         if not matches:
@@ -285,7 +285,7 @@ def _missing(path: Path, name: str, location: str) -> MissingValueError:
 
 
 def _number(cell: str, path: Path, name: str, row: int, describe_row: _Where) -> float:
-    """Return the finite number in a cell."""
+    """Return the number in a cell. Raise ValueError if the cell does not contain a finite number."""
     value = _parsed(cell)
     if value is not None:
         return value
@@ -302,22 +302,22 @@ def _number(cell: str, path: Path, name: str, row: int, describe_row: _Where) ->
 
 
 def _parsed(cell: str) -> float | None:
-    """Return the finite number in a cell, or None if the cell has none."""
+    """Return the number in a cell, or None if the cell does not contain a finite number."""
     try:
         value = float(cell)
     except ValueError:
         return None
-    # Python accepts underscores between digits, which other programs read as text.
+    # Python accepts underscores between digits. Other programs read such cells as text.
     return value if math.isfinite(value) and "_" not in cell else None
 
 
 def _targets(name: str, cells: Sequence[str], path: Path, describe_row: _Where) -> NDArray[Any]:
-    """Return the targets in a column of a CSV file: integers, numbers, or text."""
+    """Return the targets in one column of a CSV file as integers, floating-point numbers or text."""
     if "" in cells:
         raise _missing(path, name, describe_row(list(cells).index("")))
     if all(map(_INTEGER.fullmatch, cells)):
         return np.array(list(map(int, cells)), dtype=np.int64)
-    # A column with a decimal number has numeric targets. Any value in it that is not a number is an error.
+    # If a column contains a decimal number, its targets are numeric. Any other value in the column is an error.
     if any(_parsed(cell) is not None and not _INTEGER.fullmatch(cell) for cell in set(cells)):
         return _numbers(name, cells, path, describe_row)
     return np.array(cells, dtype=np.str_)
@@ -328,6 +328,6 @@ def _numbers(name: str, cells: Sequence[str], path: Path, describe_row: _Where) 
 
 
 def _joined(columns: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """Return the targets of one column, or of several columns of numbers, shape (n, columns)."""
+    """Return the targets in an array: shape (n,) for one column, or (n, columns) for several columns of numbers."""
     targets = columns[0] if len(columns) == 1 else np.stack(columns, axis=1)
     return targets.astype(np.float32) if targets.dtype.kind == "f" else targets

@@ -267,7 +267,7 @@ class _ChainQuantizer:
         from torchao.quantization.pt2e.quantizer import QuantizationAnnotation, QuantizationSpec
 
         activation = QuantizationSpec(torch.uint8, HistogramObserver, 0, 255, torch.per_tensor_affine)
-            # With the default `eps`, a channel of zeros would get a very small scale, and its bias would exceed 32 bits.
+        # With the default `eps`, a channel of zeros would get a very small scale, and its bias would exceed 32 bits.
         observer = PerChannelMinMaxObserver.with_args(eps=1e-5)
         weight = QuantizationSpec(torch.int8, observer, -127, 127, torch.per_channel_symmetric, ch_axis=0)
         for node in model.graph.nodes:
