@@ -1,4 +1,4 @@
-"""Nested batches: concatenation, stacking, and grouping by shape."""
+"""Functions that concatenate, stack, and group nested batches."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from lightning_fcl.errors import InvalidValueError
 
 
 def return_unchanged(batch: Any) -> Any:
-    """Return a batch unchanged: the `collate_fn` of a dataset whose items are batches."""
+    """Return a batch unchanged. Used as the `collate_fn` of a dataset whose items are batches."""
     return batch
 
 
 def count_nested_samples(samples: Any) -> int:
-    """Return the number of samples in any nesting of lists and dicts of tensors. Return 0 if it is empty or None."""
+    """Return the number of samples in nested lists and dicts of tensors. Return 0 for None and for an empty nesting."""
     if isinstance(samples, Mapping):
         samples = list(samples.values())
     if samples is None or isinstance(samples, list | tuple):
@@ -52,7 +52,7 @@ def concat_nested(batches: Sequence[Any]) -> Any:
 
 
 class ShapeGroup(NamedTuple):
-    """Batches of equal shape from several clients, stacked.
+    """Stacked batches of several clients. The batches have the same shapes and dtypes.
 
     Attributes:
         rows: Indices of the clients.
@@ -64,10 +64,13 @@ class ShapeGroup(NamedTuple):
 
 
 def group_by_shape(samples: Sequence[Any]) -> list[ShapeGroup]:
-    """Group the batches of several clients by shape, and stack each group. Raise ValueError for leaves of other types.
+    """Group the batches of several clients by nesting, shape and dtype, and stack the batches of each group.
 
     Args:
         samples: Batch of each client, in any nesting of tensors.
+
+    Raises:
+        ValueError: If a batch contains a value that is not a tensor.
     """
     rows: dict[Hashable, list[int]] = {}
     for row, batch in enumerate(samples):
@@ -81,5 +84,5 @@ def group_by_shape(samples: Sequence[Any]) -> list[ShapeGroup]:
 
 
 def stack_nested(batches: Sequence[Any]) -> Any:
-    """Stack batches of equal shape. The result has the nesting of the first batch."""
+    """Stack batches of equal shapes. The result has the same nesting as the first batch."""
     return tree_map(lambda *leaves: torch.stack(leaves), *batches)

@@ -1,4 +1,4 @@
-"""Extraction of the datasets and the loader settings of a LightningDataModule."""
+"""Functions that extract the datasets and the loader settings from a LightningDataModule."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_af
 _HOOKS = {"train": "train_dataloader", "validation": "val_dataloader", "test": "test_dataloader"}
 
 SplitDatasets = dict[str, tuple[Dataset[Any], LoaderConfig | None]]
-"""Dataset of each split (``"train"``, ``"validation"``, ``"test"``), with the settings of its loader or None."""
+"""For each split (``"train"``, ``"validation"``, ``"test"``): its dataset, and its loader settings or None."""
 
 
 def is_module_per_client(data: object) -> TypeGuard[Mapping[Any, object] | Sequence[object]]:
-    """Return whether the data of a stream are a dict, list or tuple of entries for clients or splits.
+    """Return whether the data of a stream are a dict, list or tuple, with one entry per client or split.
 
-    A dataset that is also a list counts as one dataset.
+    A dataset that is also a dict, list or tuple counts as one dataset.
     """
     return isinstance(data, Mapping | list | tuple) and not isinstance(data, Dataset)
 
 
 def client_modules(data: object) -> list[L.LightningDataModule]:
-    """Return the data modules in the data of a stream: one for all clients, or one for each of some clients."""
+    """Return the data modules in the data of a stream: one data module for all clients, or those of single clients."""
     parts = (data.values() if isinstance(data, Mapping) else data) if is_module_per_client(data) else [data]
     return [part for part in parts if isinstance(part, L.LightningDataModule)]
 
@@ -55,7 +55,7 @@ def client_modules(data: object) -> list[L.LightningDataModule]:
 def delegate_hooks(
     modules: Sequence[L.LightningDataModule], stream: L.LightningDataModule, is_prepared: bool = False
 ) -> None:
-    """Make a stream prepare its data and transfer batches by calling the hooks of its data modules.
+    """Make a stream call the hooks of its data modules to prepare data and to transfer batches.
 
     Args:
         modules: The data modules.
@@ -83,7 +83,7 @@ def delegate_hooks(
 
 
 def _prepare(module: L.LightningDataModule, stream: L.LightningDataModule) -> None:
-    """Prepare the data of a data module, after setting its Trainer to the Trainer of the stream."""
+    """Prepare the data of a data module. Before that, set its Trainer to the Trainer of the stream."""
     module.trainer = stream.trainer
     module.prepare_data()
 
@@ -96,26 +96,26 @@ def _once(completion_flag: list[bool], hooks: Iterable[Callable[[], None]]) -> N
 
 
 def _unless_idle(hook: Callable[..., Any], batch: Any, *arguments: Any) -> Any:
-    """Return a batch after a transfer hook. Return a batch without samples unchanged.
+    """Call a transfer hook and return its batch. Return a batch without samples unchanged.
 
-    If no client trains, the only batch of a round is None or has no samples.
+    If no client trains in a round, the only batch of the round is None or has no samples.
     """
     idle = batch is None or (isinstance(batch, list) and isinstance(batch[0], torch.Tensor) and not batch[0].numel())
     return batch if idle else hook(batch, *arguments)
 
 
 def overridden_hook(*owners: object) -> str | None:
-    """Return a text such as "`Module` overrides `hook`" for the batch transfer hooks, or None if none is overridden."""
+    """Return a text such as "`Module` overrides `hook`" for the first overridden batch transfer hook, or None."""
     modules = [owner for owner in owners if isinstance(owner, L.LightningDataModule | L.LightningModule)]
     overrides = ((owner, hook) for owner, hook in product(modules, TRANSFER_HOOKS) if is_overridden(hook, owner))
     return next((f"`{type(owner).__name__}` overrides `{hook}`" for owner, hook in overrides), None)
 
 
 def check_no_hooks(caller: str, *owners: object) -> None:
-    """Raise ValueError if an owner overrides a batch transfer hook, which the samples of a caller would skip.
+    """Raise ValueError if a data module or module overrides a batch transfer hook, and a feature would skip the hook.
 
     Args:
-        caller: Name of the feature whose samples skip the hooks, for the message.
+        caller: Name of the feature that skips the hooks, for the message.
         owners: Data modules and modules. Other objects are ignored.
     """
     if hook := overridden_hook(*owners):
@@ -130,7 +130,7 @@ def check_no_hooks(caller: str, *owners: object) -> None:
 def call_seeded(seed: int, hook: Callable[..., Any], *args: Any) -> Any:
     """Call a hook of a data module with seeded global generators.
 
-    A random split is then identical in all hooks, processes and resumed fits.
+    As a result, a random split is identical in all hooks, processes and resumed fits.
     """
     with isolate_rng(include_cuda=torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
         seed_all(seed, "data module")
@@ -138,15 +138,15 @@ def call_seeded(seed: int, hook: Callable[..., Any], *args: Any) -> Any:
 
 
 def extract_splits(module: L.LightningDataModule, seed: int, required_split: str = "train") -> SplitDatasets:
-    """Return the dataset and the loader settings of each loader of a data module.
+    """Return the dataset and the loader settings of each split of a data module.
 
     Args:
         module: The data module.
-        seed: Seed of the random draws of its hooks.
+        seed: Seed of the random draws in the hooks of the data module.
         required_split: The split that the data module must have.
 
     Raises:
-        ValueError: If the data module lacks the required split, or a loader is not supported.
+        ValueError: If the required split is missing, or if a loader is not supported.
     """
     loader_hooks = {
         part: hook for part, hook in _HOOKS.items() if part == required_split or is_overridden(hook, module)
@@ -171,14 +171,15 @@ def extract_splits(module: L.LightningDataModule, seed: int, required_split: str
 
 
 def common_loader_config(clients: Mapping[Any, SplitDatasets], left_open: Collection[str]) -> dict[str, LoaderConfig]:
-    """Return the common loader settings of each split, or an empty dict if no client has a data module.
+    """Return the loader settings of each split that all clients share. Return an empty dict without data modules.
 
     Args:
         clients: The splits of each client.
-        left_open: Names of the settings that the stream does not set. The data modules must agree only on these.
+        left_open: Names of settings that the user did not pass to the stream. Only these settings must be equal in the
+            data modules of all clients.
 
     Raises:
-        ValueError: If only some clients have data modules, or if data modules have different settings.
+        ValueError: If only some clients have data modules, or if a setting in ``left_open`` differs between them.
     """
     configs_by_client = {
         client: {part: loading for part, (_, loading) in parts.items()} for client, parts in clients.items()
@@ -208,7 +209,7 @@ def common_loader_config(clients: Mapping[Any, SplitDatasets], left_open: Collec
                         value=vars(loading)[name],
                     )
     if loaders:
-        # A split without a loader takes its samples from another split.
+        # A split without a loader uses the settings of another split.
         train = loaders.get("train") or loaders.get("test") or loaders["validation"]
         for split_name, fallback_split in (("validation", "test"), ("test", "validation")):
             loaders.setdefault(split_name, replace(loaders.get(fallback_split, train), shuffle=False, drop_last=False))
@@ -217,7 +218,7 @@ def common_loader_config(clients: Mapping[Any, SplitDatasets], left_open: Collec
 
 
 def _kind(value: Any) -> object:
-    """Return the part of a setting that is compared: a method's function, a callable object's class, or the value."""
+    """Return what to compare of a setting: the function of a method, the class of a callable object, or the value."""
     if ismethod(value):
         return value.__func__
     return type(value) if callable(value) and not isfunction(value) else value
@@ -257,16 +258,16 @@ def _taken_apart(loader: Any, loader_name: str) -> tuple[Dataset[Any], LoaderCon
 
 
 class SampledRows(Subset[Any]):
-    """The items of a loader's dataset that its sampler returns."""
+    """The items of a loader's dataset that the loader's sampler returns."""
 
 
 class WorkerInit:
-    """A worker initialization function that calls the ``worker_init_fn`` of several loaders.
+    """A ``worker_init_fn`` that calls the ``worker_init_fn`` of several loaders.
 
     During each call, ``torch.utils.data.get_worker_info().dataset`` is the user's dataset, as in a plain loader.
 
     Args:
-        calls: Each ``worker_init_fn`` with the dataset of its loader.
+        calls: A pair for each loader: its ``worker_init_fn`` and its dataset.
     """
 
     def __init__(self, calls: Sequence[tuple[Callable[[int], None], object]]) -> None:
@@ -277,7 +278,7 @@ class WorkerInit:
         previous_dataset = info.dataset
         try:
             for function, data in self.calls:
-                # The class of `info` is frozen, so plain assignment raises.
+                # The class of `info` does not allow plain assignment.
                 object.__setattr__(info, "dataset", data)
                 function(worker_id)
         finally:
@@ -287,11 +288,11 @@ class WorkerInit:
 def with_worker_init(
     loaders: Mapping[str, LoaderConfig], pieces: Iterable[tuple[str, object, LoaderConfig | None]]
 ) -> dict[str, LoaderConfig]:
-    """Return the loader settings of each split, with one function that calls the ``worker_init_fn`` of all clients.
+    """Return the loader settings of each split, with one ``worker_init_fn`` that calls the functions of all clients.
 
     Args:
         loaders: Loader settings of each split.
-        pieces: Name, dataset and loader settings of each split of each client.
+        pieces: A tuple for each split of each client: its name, its dataset and its loader settings.
     """
     calls: dict[str, dict[tuple[int, int], tuple[Callable[[int], None], object]]] = {}
     for split_name, data, loading in pieces:
@@ -301,7 +302,7 @@ def with_worker_init(
             calls.setdefault(split_name, {})[id(function), id(whole)] = function, whole
     configs = {}
     for split_name, loading in loaders.items():
-        # A split without its own loader consists of samples of the training loader.
+        # If a split has no loader, its samples come from the training loader.
         split_calls = calls.get(split_name) or calls.get("train", {})
         init = None if loading.worker_init_fn is None else WorkerInit([*split_calls.values()])
         configs[split_name] = replace(loading, worker_init_fn=init)
@@ -309,7 +310,7 @@ def with_worker_init(
 
 
 def _rows(sampler: Any) -> list[int] | None:
-    """Return the sample numbers that a sampler returns in every epoch, or None if they can differ between epochs."""
+    """Return the sample indices that a sampler returns in every epoch, or None if they may differ between epochs."""
     if type(sampler) is SubsetRandomSampler:
         return [int(row) for row in sampler.indices]
     if type(sampler) is RandomSampler:

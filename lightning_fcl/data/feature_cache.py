@@ -1,4 +1,4 @@
-"""Features of a frozen backbone instead of images: computed once, stored in the user's cache, mapped into memory."""
+"""Features of a frozen backbone that replace images. They are stored in the user's cache and mapped into memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lightning_fcl.io.reading import regular_file
 from lightning_fcl.models.backbone import frozen_backbone
 
 BATCH_SIZE = 16
-"""Number of images per batch. The outputs of layers then fit into a CPU's cache, which halves the time of 64 images."""
+"""Number of images per batch. With 16 images, outputs of layers fit into a CPU's cache, and 64 images take half the time."""
 
 # Size in bytes of the SHA-256 checksum after the features.
 _DIGEST = 32
@@ -35,15 +35,15 @@ def compute_features(
 ) -> Samples:
     """Return samples whose inputs are a backbone's features of the images, shape (n, features).
 
-    Targets, owners and splits stay unchanged. The features are cached under a key of the images, in their order, and of
+    Targets, owners and splits stay unchanged. The name of the cache file depends on the images, on their order, and on
     the layers and weights of the backbone. Every split, process and run with the same images maps the same file into
     memory. Before each use, the checksum and the first features of the file are checked.
 
     Args:
         samples: Samples with images.
-        backbone: A name of `frozen_backbone`, or a module with ``embed(x)``.
+        backbone: A name of `frozen_backbone`, or a module with a method ``embed(x)``.
         num_workers: Number of processes that read images.
-        device: Device of the backbone. None: its current device.
+        device: Device of the backbone. None leaves the backbone on its current device.
     """
     network, folder = _backbone(backbone).to(device), cache_folder() / "features"
     model_key, key, first = _fingerprint(network).hexdigest()[:16], hashlib.sha256(), list[Tensor]()
@@ -59,7 +59,7 @@ def compute_features(
         folder.mkdir(parents=True, exist_ok=True)
     with torch.no_grad():
         with file_lock(folder / f".{model_key}.lock"):
-            # Without cached features of this backbone, one pass over the images computes the key and the features.
+            # If this backbone has no cached features, one pass over the images computes the key and the features.
             if not any(folder.glob(f"{model_key}-*")):
                 _write(folder / model_key, len(samples), (_features(network, x, device) for x in read_images()))
                 (folder / model_key).rename(folder / f"{model_key}-{key.hexdigest()[:32]}")
@@ -79,7 +79,7 @@ def compute_features(
 
 
 class BackboneAndModule(nn.Module):
-    """A backbone followed by a module that was trained on its features. The input is images with pixels from 0 to 1.
+    """A backbone followed by a module that was trained on the backbone's features. Inputs are images in [0, 1].
 
     Example:
         >>> from lightning_fcl.models import MLP
@@ -97,7 +97,7 @@ class BackboneAndModule(nn.Module):
 
 
 def iter_images(samples: Samples, num_workers: int = 0) -> Iterator[Tensor]:
-    """Yield batches of the stored images. Random draws of the dataset are the same in each call."""
+    """Yield batches of the stored images. If the dataset draws random numbers, they are the same in each call."""
     parts = np.split(np.arange(len(samples)), range(BATCH_SIZE, len(samples), BATCH_SIZE))
     requests = (BatchRequest(part, 0, ("features", number)) for number, part in enumerate(parts))
     reading = read_batches(samples.get_stored, requests, LoaderConfig(BATCH_SIZE, num_workers=num_workers))
@@ -112,7 +112,7 @@ def iter_images(samples: Samples, num_workers: int = 0) -> Iterator[Tensor]:
 
 
 def to_pixels(samples: Samples) -> Samples:
-    """Return samples with images as a backbone expects them: bytes are scaled to [0, 1] and not normalized."""
+    """Return samples whose images have the form that a backbone expects: scaled to [0, 1] and not normalized."""
     if not isinstance(samples.x, Tensor) or samples.x.dtype != torch.uint8:
         return samples
     measurement, channels = samples.measurement, samples.x.shape[1]
@@ -122,7 +122,7 @@ def to_pixels(samples: Samples) -> Samples:
 
 
 def clear_features() -> tuple[int, int]:
-    """Delete all features in the user's cache. Return the number of files and their total size in bytes."""
+    """Delete all features in the user's cache. Return the number of deleted files and their total size in bytes."""
     files = [path for path in (cache_folder() / "features").glob("[!.]*") if path.is_file()]
     sizes = [path.stat().st_size for path in files]
     for path in files:
@@ -143,7 +143,7 @@ def _backbone(backbone: nn.Module | str) -> Any:
 
 
 def _features(network: Any, x: Tensor, device: torch.device | None) -> Tensor:
-    # Pixels are scaled to [0, 1] but not normalized, because the backbone normalizes them.
+    # Pixels are scaled to [0, 1] but not normalized, because the backbone normalizes its inputs.
     pixels = x / 255 if x.dtype == torch.uint8 else x
     features: Tensor = network.embed(pixels.to(device))
     return features.float().cpu()
@@ -161,7 +161,7 @@ def _write(path: Path, samples: int, features: Iterator[Tensor]) -> None:
 
 
 def _is_whole(path: Path, shape: tuple[int, int], begin: Tensor) -> bool:
-    """Return whether the cached features are undamaged and the backbone still computes the same first features."""
+    """Return whether the cached features are undamaged and the backbone still returns the same first features."""
     if not path.is_file() or path.stat().st_size != 4 * shape[0] * shape[1] + _DIGEST:
         return False
     content = np.memmap(regular_file(path), np.uint8, "r").data

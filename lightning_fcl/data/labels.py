@@ -1,4 +1,4 @@
-"""Targets of samples: reading targets from the items of a dataset, and conversion of labels to class numbers."""
+"""Targets of samples: functions that read targets from a dataset's items, and convert labels to class numbers."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _FETCHED = 64
 _COMPARED = 100
 
 LONG = "gG"
-"""NumPy's character codes of extended-precision types, which torch does not have."""
+"""NumPy's character codes of extended-precision types. Torch does not support these types."""
 
 SampleName = Callable[[int], str]
-"""Function that returns the name of a sample for messages."""
+"""Function that returns the name of a sample for messages. Its argument is the index of the sample."""
 
 
 def default_name(number: int) -> str:
@@ -41,18 +41,18 @@ def default_name(number: int) -> str:
 def index_targets(
     y: Any, classes: Sequence[str] | None, sample_name: SampleName = default_name
 ) -> tuple[NDArray[Any], tuple[str, ...]]:
-    """Return the targets as an array, and the names of the classes.
+    """Return the targets as an array, and the names of the classes, in this order.
 
-    Labels are replaced by class numbers. The names are empty if the targets are not labels.
+    If the targets are labels, the array contains class numbers. Otherwise, the names are empty.
 
     Args:
         y: Target of each sample, shape (n, ...).
-        classes: Names of the classes. Empty: the targets are not labels. None: the labels define the names.
+        classes: Names of the classes. If empty, the targets are not labels. If None, the labels are the names.
         sample_name: Function that returns the name of a sample for messages.
 
     Raises:
         TypeError: If the type of the targets is not supported.
-        ValueError: If a target is missing, non-finite or an unknown label, or if labels have a second axis.
+        ValueError: If a target is missing, non-finite or an unknown label, or if labels have shape (n, 1).
     """
     targets = to_array(y)
     if targets.dtype.char in LONG:
@@ -75,7 +75,7 @@ def index_targets(
         if numeric and classes is not None:
             return targets.astype(np.int64), tuple(classes)
         names = np.unique(targets.astype(np.int64 if numeric else np.str_)) if classes is None else np.array(classes)
-        # With the string type of the names, labels would be cut to the length of the longest name.
+        # With the string type of `names`, NumPy would cut each label to the length of the longest name.
         labels = targets.astype(np.str_ if names.dtype.kind == "U" else names.dtype)
         return label_indices(labels, names, "every label of `y`"), tuple(map(str, names))
     if classes or not numeric:
@@ -92,7 +92,7 @@ def index_targets(
 
 
 def check_names(names: Sequence[str], argument: str = "classes") -> None:
-    """Raise ValueError if a name is repeated, or if UTF-8 cannot encode it.
+    """Raise ValueError if a name is repeated or cannot be encoded in UTF-8.
 
     Args:
         names: The names.
@@ -142,7 +142,7 @@ def check_targets(targets: NDArray[Any], sample_name: SampleName = default_name)
 
 
 def to_array(values: Any) -> NDArray[Any]:
-    """Return values as an array. Tensors may have gradients. The type bfloat16, which NumPy lacks, becomes float32."""
+    """Return values as an array. Tensors may require gradients. Tensors of type bfloat16 are converted to float32."""
     if isinstance(values, Tensor):
         values = values.detach().cpu()
         values = values.float() if values.dtype == torch.bfloat16 else values
@@ -165,17 +165,17 @@ def label_indices(labels: NDArray[Any], names: NDArray[Any] | Sequence[str], own
 
 
 class ItemsOf(Dataset[Any]):
-    """A dataset whose item i is derived from item i of other data.
+    """A dataset that wraps other data. Its item i is derived from item i of the wrapped data.
 
     Attributes:
-        data: The other data.
+        data: The wrapped data.
     """
 
     data: Any
 
 
 class IndexedTargets(ItemsOf):
-    """A dataset whose items contain class numbers instead of labels."""
+    """A dataset that wraps another dataset and replaces the label in each item by its class number."""
 
     def __init__(self, data: Dataset[Any], numbers: Mapping[int | str, int]) -> None:
         self.data = data
@@ -207,13 +207,13 @@ class IndexedTargets(ItemsOf):
 
 
 def _items(data: Any, rows: Sequence[int]) -> Sequence[Any]:
-    """Return some items of a dataset. Read each one individually if ``__getitems__`` does not return them as a list."""
+    """Return the items at the given indices. Read them one by one if ``__getitems__`` does not return a list of items."""
     items = fetch(data, rows)
     return items if isinstance(items, list | tuple) and len(items) == len(rows) else [data[row] for row in rows]
 
 
 def index_labels(data: Dataset[Any], labels: Any, numbers: IntArray) -> Dataset[Any]:
-    """Return a dataset whose items contain class numbers. Return the dataset itself if its labels are class numbers."""
+    """Return a dataset with class numbers in place of labels. If the labels are class numbers, return ``data``."""
     label_array = np.asarray(labels)
     if label_array.dtype.kind != "f" and np.array_equal(label_array, numbers):
         return data
@@ -233,8 +233,8 @@ def target_position(item: Any) -> Any:
 def read_targets(dataset: Dataset[Any]) -> Any:
     """Return the targets of a dataset's items, or an empty list if items have no targets.
 
-    If the dataset has an attribute ``targets``, only some items are read and compared with it. If they differ, all
-    items are read.
+    If the dataset has an attribute ``targets``, the targets of some items are compared with it. If they are equal, the
+    attribute is returned. If they differ, the targets of all items are read.
     """
     if isinstance(dataset, ConcatDataset):
         parts = [np.asarray(read_targets(part)) for part in dataset.datasets]
@@ -254,7 +254,7 @@ def read_targets(dataset: Dataset[Any]) -> Any:
 
 
 def _declared_targets(dataset: Dataset[Any]) -> NDArray[Any] | None:
-    """Return the attribute ``targets`` of a dataset as an array, or None. The items may contain other targets."""
+    """Return the attribute ``targets`` of a dataset as an array, or None. The targets in the items may differ from it."""
     targets = getattr(dataset, "targets", None)
     if targets is None and isinstance(dataset, Subset):
         whole = _declared_targets(dataset.dataset)
@@ -271,7 +271,7 @@ def _declared_targets(dataset: Dataset[Any]) -> NDArray[Any] | None:
 
 
 def _read_targets(dataset: Dataset[Any], rows: Iterable[int]) -> list[Any]:
-    """Return the targets of some items, or an empty list if a target is missing, nested or of a different shape."""
+    """Return the targets of the given items. Return an empty list if a target is missing, nested or of another shape."""
     targets, whole = [], list(rows)
     size = _FETCHED if getattr(dataset, "__getitems__", None) else 1
     with isolate_rng(include_cuda=False), Generators().seeded({"": dataset}, seed=0):
@@ -283,7 +283,7 @@ def _read_targets(dataset: Dataset[Any], rows: Iterable[int]) -> list[Any]:
                 try:
                     targets.append(to_array(item[position]))
                 except ValueError:
-                    # The entry is nested: it contains the target and other values for the loss.
+                    # The entry is nested: it contains the target and further values for the loss.
                     return []
     # Entries such as boxes or None are not numbers, so NumPy stores them as objects.
     structured = [target.dtype.kind == "O" for target in targets]

@@ -1,4 +1,4 @@
-"""Origins of samples: samples that are the same item of a dataset, and checks that no test sample is trained on."""
+"""Origins of samples: which samples are the same item of a dataset, and checks that no test sample is trained on."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ _ROW, _ITEM = -1, -2
 
 
 def origins_of(data: Dataset[Any]) -> IntArray | None:
-    """Return the origin of each sample as a number, shape (n,), or None if all origins differ.
+    """Return an integer for the origin of each sample, shape (n,), or None if no two samples have the same origin.
 
-    Samples of the same origin have equal numbers. The origin of a sample is the place that it is read from:
+    Samples of the same origin have equal integers. The origin of a sample is the place from which it is read:
 
-    - an item of a dataset, below all subsets, joined datasets and datasets that wrap one other dataset,
-    - a row of an array that `TensorDataset` objects share, or
+    - an item of the innermost dataset, inside subsets, concatenated datasets and wrappers of one dataset,
+    - a row of an array that several `TensorDataset` objects share, or
     - an object in a list.
     """
     return _numbered(_keys(data, _origins))
 
 
 def check_apart(origin: IntArray, parts: Mapping[str, IntArray], owner: NDArray[Any] | None, remedy: str) -> None:
-    """Raise ValueError if two parts of a plan share samples. The validation and the test samples may be identical.
+    """Raise ValueError if two parts of a plan share samples. Validation and test data may be the same set of samples.
 
     Args:
         origin: Origin of each sample, shape (n,). See `origins_of`.
-        parts: Numbers of the samples for ``"training"``, ``"validation"`` and ``"test"``.
+        parts: Indices of the samples for ``"training"``, ``"validation"`` and ``"test"``.
         owner: Client of each sample, shape (n,), or None.
-        remedy: Last sentence of the error message.
+        remedy: Hint on how to fix the error.
     """
     for pair in combinations(parts, 2):
         rows = [parts[part] for part in pair]
@@ -67,10 +67,10 @@ def warn_of_equal(data: Tensor | Dataset[Any], targets: NDArray[Any], trained: I
     """Warn if test samples in memory have the same inputs and targets as training samples.
 
     Args:
-        data: Samples, shape (n, ...), or a dataset. Only the `TensorDataset` parts of a dataset are compared.
+        data: Samples, shape (n, ...), or a dataset. In a dataset, only samples of `TensorDataset` objects are compared.
         targets: Targets of the samples if ``data`` is a tensor, shape (n, ...).
-        trained: Numbers of the training samples.
-        tested: Numbers of the test samples.
+        trained: Indices of the training samples.
+        tested: Indices of the test samples.
     """
     if not len(tested):
         return
@@ -84,14 +84,14 @@ def warn_of_equal(data: Tensor | Dataset[Any], targets: NDArray[Any], trained: I
 
 
 def _numbered(keys: NDArray[np.int64]) -> IntArray | None:
-    """Return a number for each key, shape (n,), equal for equal keys. Return None if all keys differ."""
+    """Return an integer for each key, shape (n,). Equal keys have equal integers. Return None if all keys differ."""
     first, second = (np.unique(column, return_inverse=True) for column in keys.T)
     number = np.unique(first[1] * len(second[0]) + second[1], return_inverse=True)
     return None if len(number[0]) == len(keys) else number[1].astype(np.int64)
 
 
 def _keys(data: Any, leaf: Callable[[Any], NDArray[np.int64]]) -> NDArray[np.int64]:
-    """Return a key for each item of the data, shape (n, 2). ``leaf`` computes the keys of the innermost data."""
+    """Return a key for each item of the data, shape (n, 2). ``leaf`` computes the keys for the innermost data."""
     if isinstance(data, Subset):
         return _keys(data.dataset, leaf)[np.asarray(data.indices, dtype=np.int64)]
     if isinstance(data, ConcatDataset):
@@ -101,7 +101,7 @@ def _keys(data: Any, leaf: Callable[[Any], NDArray[np.int64]]) -> NDArray[np.int
 
 
 def _wrapped(data: Any) -> Any:
-    """Return the data that a dataset wraps item by item, or None if it wraps no data, several data or unknown data."""
+    """Return the data that a dataset wraps item by item, or None if the wrapped data are unknown."""
     if isinstance(data, ItemsOf):
         return data.data
     if isinstance(data, StackDataset):
@@ -114,7 +114,7 @@ def _wrapped(data: Any) -> Any:
 
 
 def _origins(data: Any) -> NDArray[np.int64]:
-    """Return a key for the place of each item: a row of a `TensorDataset`, an object in a list, or an index."""
+    """Return a key for the origin of each item: a row of a `TensorDataset`, an object in a list, or an index."""
     if isinstance(data, TensorDataset):
         dense = [tensor for tensor in data.tensors if tensor.layout == torch.strided and tensor[:1].numel()]
         # An expanded tensor has stride 0 and repeats one row.
@@ -141,7 +141,7 @@ def _contents(data: Any) -> NDArray[np.int64]:
 
 
 def _hashes(arrays: Sequence[Any]) -> NDArray[np.int64]:
-    """Return a key for the content of each row of some arrays, shape (n, 2)."""
+    """Return a key for each row of the arrays, shape (n, 2). Rows with equal content have equal keys."""
     columns = [np.ascontiguousarray(to_array(one)) for one in arrays]
     return _pairs([hash(tuple(one[row].tobytes() for one in columns)) for row in range(len(arrays[0]))], _ROW)
 

@@ -1,4 +1,4 @@
-"""Access to untyped parts of a Trainer: its callbacks, its federated stream, and the batch transfer hooks."""
+"""Typed access to parts of a Trainer that have no types: callbacks, the federated stream, and batch transfer hooks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def get_callbacks(trainer: L.Trainer) -> list[Callback]:
 
 
 def find_stream(trainer: L.Trainer) -> FederatedStream | None:
-    """Return the federated stream on which a Trainer trains, or None if it trains on other data."""
+    """Return the federated stream that is the Trainer's data module, or None if it has a different data module."""
     datamodule = trainer.datamodule  # type: ignore[attr-defined]
     return datamodule if isinstance(datamodule, FederatedStream) else None
 
@@ -37,7 +37,7 @@ def require_stream(trainer: L.Trainer) -> FederatedStream:
 
 
 def move_batch(trainer: L.Trainer, batch: Batch, as_in: RunningStage = RunningStage.TESTING) -> Batch:
-    """Return a batch as the module receives it in a stage: on the device, after the batch transfer hooks."""
+    """Return a batch as the module gets it in a stage: moved to the device and changed by the batch transfer hooks."""
     data, stage = trainer.datamodule, trainer.state.stage  # type: ignore[attr-defined]
     owner = data if is_overridden(TRANSFER_HOOKS[0], data) else trainer.lightning_module
     trainer.state.stage = as_in
@@ -48,5 +48,5 @@ def move_batch(trainer: L.Trainer, batch: Batch, as_in: RunningStage = RunningSt
 
 
 def check_no_transfer_hook(module: L.LightningModule, stream: FederatedStream, caller: str) -> None:
-    """Raise ValueError if a batch transfer hook is overridden, which the samples of a caller would skip."""
+    """Raise ValueError if a batch transfer hook is overridden, because the caller's samples would skip the hook."""
     check_no_hooks(f"`{caller}`, which passes samples to the module outside of batches", stream.data, stream, module)

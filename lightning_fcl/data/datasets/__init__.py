@@ -1,8 +1,8 @@
-"""Public datasets as NumPy arrays, each read from the file layouts in common use.
+"""Public datasets as NumPy arrays. Each dataset can be read from the file layouts that are commonly used.
 
-Each dataset has an entry in ``sources.yaml`` and a reader ``load_<name>(root, **options)`` in the module of its kind.
-The entry contains the description, the terms of use, the download and the layouts on disk. The import of these modules
-does not import torch, scikit-learn, pandas or Pillow.
+Each dataset has an entry in ``sources.yaml``, and a loader ``load_<name>(root, **options)``. The entry contains the
+description, the terms of use, the download and the layouts on disk. The import of these modules does not import torch,
+scikit-learn, pandas or Pillow.
 """
 
 from collections.abc import Callable
@@ -44,8 +44,8 @@ def load_dataset(name: str, root: str | Path | None = None, **options: Any) -> A
 
     Args:
         name: Name of the dataset, one of the names in `list_datasets`.
-        root: Folder that contains the datasets. Default: see `data_root`.
-        **options: Arguments of the function ``load_<name>`` other than `root`. Their types are checked.
+        root: Folder that contains the datasets. For the default, see `data_root`.
+        **options: Arguments of the function ``load_<name>`` except `root`. Their types are checked.
 
     Raises:
         ValueError: If the name, an option or a value of an option is invalid, or if the files are damaged.
@@ -56,7 +56,7 @@ def load_dataset(name: str, root: str | Path | None = None, **options: Any) -> A
         >>> data.x.shape, data.classes[:3]
         ((1797, 1, 8, 8), ('0', '1', '2'))
     """
-    # The import loads torch, and no other function in this module needs torch.
+    # Import it here, because it imports torch. No other function in this module needs torch.
     from lightning_fcl.models.serialization import validate_arguments
 
     loader = _LOADERS[_source(name).name]
@@ -64,7 +64,7 @@ def load_dataset(name: str, root: str | Path | None = None, **options: Any) -> A
 
 
 def list_datasets() -> list[Source]:
-    """Return the description, the terms of use, the download and the layouts on disk of each dataset, by name.
+    """Return the sources of all datasets, with description, terms of use, download and layouts on disk.
 
     Example:
         >>> [source.name for source in list_datasets()][:6]
@@ -90,10 +90,11 @@ def verify(name: str, root: str | Path | None = None) -> str:
 def download(name: str, root: str | Path | None = None) -> Path:
     """Download a dataset, verify its digest, and return the path that `load_dataset` reads.
 
-    The files are saved in the folder ``root``, see `data_root`. A dataset without a digest is only looked up there.
+    The files are saved in the folder ``root``, see `data_root`. A dataset without a digest is not downloaded. In that
+    case, the files must be in the folder already.
 
     Raises:
-        ValueError: If the name is unknown, or if the download is not the published file. Such a download is deleted.
+        ValueError: If the name is unknown, or if the digest of the download is wrong. The download is then deleted.
         FileNotFoundError: If the dataset must be downloaded by hand and is missing. The message contains the steps.
 
     Example:

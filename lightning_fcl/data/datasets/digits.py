@@ -1,4 +1,4 @@
-"""Handwritten digits of 8 x 8 pixels, bundled with scikit-learn: a dataset that needs no download."""
+"""Handwritten digits of 8 x 8 pixels from scikit-learn. No download is needed."""
 
 import gzip
 from dataclasses import replace
@@ -21,16 +21,16 @@ _DIGITS = SOURCES["digits"] = replace(SOURCES["digits"], layouts=(_LAYOUT,))
 
 
 def load_digits(root: str | Path | None = None, permutations: int = 1) -> ArrayDataset:
-    """Load the digits, shape (1797, 1, 8, 8), scaled from 0..16 to 0..1, from the file that scikit-learn contains.
+    """Load the digits, shape (1797, 1, 8, 8), from a file in scikit-learn. Pixels are scaled from 0..16 to 0..1.
 
-    With ``permutations`` above 1, the result is a domain-incremental dataset as in permuted MNIST. Each digit occurs
-    once in each domain ``"00"``, ``"01"`` and so on. The first domain has the original order of pixels. Each other
-    domain has one random order, which is the same in every call. Every fifth digit belongs to the official test set, in
-    all domains.
+    With ``permutations`` above 1, the result is a domain-incremental dataset like permuted MNIST. Each digit occurs
+    once in each domain ``"00"``, ``"01"`` and so on. The first domain has the original order of pixels. Each of the
+    other domains has its own random order, which is the same in every call. Every fifth digit is in the official test
+    set of all domains.
 
     Args:
-        root: Not used. Accepted because all loaders take it.
-        permutations: Number of domains. 1: the plain digits, without domains and without an official test set.
+        root: Not used. The argument exists because all loaders have it.
+        permutations: Number of domains. With 1, the dataset has no domains and no official test set.
     """
     at_least(1, permutations=permutations)
     if find_spec("sklearn") is None:
@@ -39,7 +39,7 @@ def load_digits(root: str | Path | None = None, permutations: int = 1) -> ArrayD
     with as_file_error(
         path, "to contain the digits of scikit-learn", "Run `pip install --force-reinstall scikit-learn`."
     ):
-        # The import of scikit-learn would take seconds.
+        # Read the file directly, because importing scikit-learn would take seconds.
         file = gzip.open(open_file(path), "rt")  # noqa: SIM115 # closed when it is garbage-collected
         table = np.loadtxt(file, delimiter=",")
     ink, axes = ("ink", "pixels of 16", 0.0, 16.0), ("channel", "height", "width")

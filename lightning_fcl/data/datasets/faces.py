@@ -1,4 +1,4 @@
-"""Face datasets in gray: ORL, taken in a laboratory, and Labeled Faces in the Wild, from press photographs."""
+"""Gray images of faces: ORL, taken in a laboratory, and Labeled Faces in the Wild, taken from press photographs."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -24,16 +24,18 @@ def load_orl(
 ) -> ArrayDataset:
     """Load the ORL (AT&T) faces: ten gray images of each of 40 people, made in a laboratory.
 
-    Samaria and Harter 1994, "Parameterisation of a stochastic model for human face identification", WACV. Two layouts
-    are read, in this order: the original folders ``s1/1.pgm`` to ``s40/10.pgm``, and ``orl/faces.npz``.
+    The dataset is from Samaria and Harter 1994, "Parameterisation of a stochastic model for human face identification",
+    WACV. Two layouts are supported. The loader first looks for the original folders ``s1/1.pgm`` to ``s40/10.pgm``, and
+    then for ``orl/faces.npz``.
 
     All images in the folder are loaded. Each person is a class.
 
     Args:
-        root: Folder that contains the datasets. Default: see `data_root`.
-        size: Height and width in pixels. The largest central part of this aspect ratio (112 x 84 of 112 x 92 for 4:3)
-            is resized with Pillow's antialiased bicubic filter. None: 112 x 92, not resized.
-        normalize: ``"image"``: each image has mean 0 and variance 1. ``"none"``: values from 0 to 1.
+        root: Folder that contains the datasets. For the default, see `data_root`.
+        size: Height and width in pixels. The loader crops the largest central part with this aspect ratio. For 4:3, it
+            has 112 x 84 of 112 x 92 pixels. The part is resized with Pillow's antialiased bicubic filter. None keeps
+            112 x 92 pixels.
+        normalize: ``"image"`` scales each image to mean 0 and variance 1. ``"none"`` returns values from 0 to 1.
 
     Returns:
         A dataset with `x` of shape (n, 1, height, width), ordered by person. `classes` are the names of the original
@@ -52,7 +54,7 @@ def load_orl(
         number = np.repeat(list(folders), [len(own) for own in folders.values()])
     people, y = np.unique(number, return_inverse=True)
     if size is not None:
-        # The largest central part of the aspect ratio. If an odd number of lines is cut, the end loses one line more.
+        # The largest central part with this aspect ratio. If an odd number of lines is cut, the end loses one line more.
         scale = min(_ORL_SHAPE[0] / size[0], _ORL_SHAPE[1] / size[1])
         height, width = (max(1, round(scale * wanted)) for wanted in size)
         first_row, first_column = (_ORL_SHAPE[0] - height) // 2, (_ORL_SHAPE[1] - width) // 2
@@ -71,13 +73,13 @@ _LFW = SOURCES["lfw"]
 def load_lfw(
     root: str | Path | None = None, min_faces: int = 35, size: Sequence[int] = (64, 48), normalize: FaceScale = "image"
 ) -> ArrayDataset:
-    """Load Labeled Faces in the Wild: press photographs of people, cropped to the face, in gray.
+    """Load Labeled Faces in the Wild: press photographs of people, in gray and cropped to the face.
 
-    Huang et al. 2007, "Labeled Faces in the Wild: a database for studying face recognition in unconstrained
-    environments", University of Massachusetts, Amherst, TR 07-49. The funneled version is from Huang, Jain and
-    Learned-Miller 2007, "Unsupervised joint alignment of complex images", ICCV. Two layouts are read, in this order:
-    the original folders ``Name/Name_0001.jpg``, and ``lfw/min35_gray_64x48.npz`` with the people who have at least 35
-    images.
+    The dataset is from Huang et al. 2007, "Labeled Faces in the Wild: a database for studying face recognition in
+    unconstrained environments", University of Massachusetts, Amherst, TR 07-49. The funneled version is from Huang,
+    Jain and Learned-Miller 2007, "Unsupervised joint alignment of complex images", ICCV. Two layouts are supported. The
+    loader first looks for the original folders ``Name/Name_0001.jpg``, and then for ``lfw/min35_gray_64x48.npz``. The
+    npz file contains the people who have at least 35 images.
 
     The original images of 250 x 250 pixels are cropped to rows 70 to 194 and columns 78 to 171, which is the default of
     scikit-learn's `fetch_lfw_people`. The crop of the npz file is unknown, so the pixels of the two layouts differ.
@@ -85,12 +87,12 @@ def load_lfw(
     All people with enough images are loaded. Each person is a class.
 
     Args:
-        root: Folder that contains the datasets. Default: see `data_root`.
-        min_faces: Smallest number of images per person. People with fewer images are left out. At least 35 for the npz
-            file, which contains no other people.
-        size: Height and width in pixels. The crop of 125 x 94, or the 64 x 48 of the npz file, is resized with Pillow's
-            antialiased bicubic filter. Aspect ratios other than 4:3 distort the faces.
-        normalize: ``"image"``: each image has mean 0 and variance 1. ``"none"``: values from 0 to 1.
+        root: Folder that contains the datasets. For the default, see `data_root`.
+        min_faces: Minimum number of images per person. People with fewer images are left out. Must be at least 35 for
+            the npz file, because it contains no people with fewer images.
+        size: Height and width in pixels. The crop of 125 x 94 pixels, or the image of 64 x 48 pixels in the npz file,
+            is resized with Pillow's antialiased bicubic filter. Aspect ratios other than 4:3 distort the faces.
+        normalize: ``"image"`` scales each image to mean 0 and variance 1. ``"none"`` returns values from 0 to 1.
 
     Returns:
         A dataset with `x` of shape (n, 1, height, width). `classes` are the people's names in alphabetical order.
@@ -125,7 +127,7 @@ def load_lfw(
 
 
 def _with_enough(owner: NDArray[np.str_], min_faces: int, path: Path) -> tuple[NDArray[np.str_], NDArray[np.bool_]]:
-    """Return the sorted names of the people with at least ``min_faces`` images, and whether each image shows one."""
+    """Return the sorted names of people with at least ``min_faces`` images, and whether each image shows such a person."""
     names, counts = np.unique(owner, return_counts=True)
     if counts.max() < min_faces:
         raise InvalidValueError(

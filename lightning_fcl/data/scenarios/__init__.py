@@ -1,4 +1,4 @@
-"""Scenarios: which client sees which samples in which round. A scenario makes a `Plan` from a `SamplePool`."""
+"""Scenarios, which define the samples of each client in each round. A scenario creates a `Plan` from a `SamplePool`."""
 
 from lightning_fcl.data.scenarios.base import EMPTY as EMPTY
 from lightning_fcl.data.scenarios.base import History as History

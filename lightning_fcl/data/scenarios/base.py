@@ -1,4 +1,4 @@
-"""Base of all scenarios: `Scenario`, its input `SamplePool`, its result `Plan`, and shared functions."""
+"""Base classes and functions for scenarios: `Scenario`, its input `SamplePool`, and its result `Plan`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 History = Literal["round", "seen", "all"]
 
 MAX_ROUNDS = 1_000_000
-"""Maximum number of rounds of an experience. A plan has an entry for each round."""
+"""Maximum number of rounds of an experience. The limit exists because a plan has an entry for each round."""
 
 EMPTY: IntArray = np.empty(0, dtype=np.int64)
 
@@ -32,22 +32,22 @@ class Plan:
     """The samples of each client in each round, as indices into the dataset.
 
     Args:
-        train: For each round, the samples of each client that has samples.
+        train: For each round, a dict with the samples of each client that has samples.
         experiences: For each client, the index of its experience in each round.
-        tasks: For each client, the test groups (classes or domains) of each of its experiences.
+        tasks: For each client and each of its experiences, the test groups (classes or domains) of the experience.
         groups: Test group of each sample of the dataset, shape (n,).
-        test: Samples of the common test set.
+        test: Samples of the test set, which all clients share.
         validation: Samples of the validation set.
-        pretrain: Samples that pre-train the server's model before the first round.
+        pretrain: Samples for pre-training the server's model before the first round.
         base_samples: Samples of the server's base session before the first round.
-        class_order: Classes in the order in which the scenario numbers them, shape (C,). None: the numbers of the
-            dataset.
-        num_outputs: Number of classes to classify, which are the first ones of ``class_order``.
+        class_order: Class numbers of the dataset, in the order of the scenario, shape (C,). If None, the scenario keeps
+            the order of the dataset.
+        num_outputs: Number of classes to classify. These are the first classes of ``class_order``.
         groups_are_classes: Whether the test groups are classes.
-        task_classes: For each client, all classes of the task of each of its experiences. See `classes_of_task`. Empty
-            if all classes compete.
-        history: Whether a round has only its own samples (``"round"``), also the samples that its clients have seen
-            (``"seen"``), or all samples that its clients see in any round (``"all"``).
+        task_classes: For each client and each of its experiences, all classes of the experience's task. See
+            `classes_of_task`. Empty if the logits of all classes are used.
+        history: ``"round"``, ``"seen"`` or ``"all"``. With ``"round"``, a round has only its own samples. ``"seen"``
+            adds the samples that its clients had in earlier rounds. ``"all"`` adds their samples of all rounds.
     """
 
     train: tuple[dict[str, IntArray], ...]
@@ -65,7 +65,7 @@ class Plan:
     history: History = "round"
 
     def class_split(self, round_idx: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the classes that are new to all clients in a round, and the classes of earlier experiences."""
+        """Return the new classes of a round and the classes of earlier experiences, both over all clients."""
         if not self.groups_are_classes:
             return (), ()
         if round_idx not in self._classes:
@@ -87,12 +87,12 @@ class Plan:
         return {(parts, self.experiences[client]) for client, parts in self.tasks.items()}
 
     def current_experiences(self, round_idx: int) -> tuple[int, ...]:
-        """Return the experiences of all clients in a round, in ascending order."""
+        """Return the indices of the experiences that clients have in a round, in ascending order."""
         return tuple(sorted({numbers[round_idx] for numbers in self._numbers}))
 
     @cached_property
     def in_step(self) -> bool:
-        """Whether all clients enter each experience in the same round."""
+        """Whether all clients start each experience in the same round."""
         changes = {tuple(before != after for before, after in pairwise(numbers)) for numbers in self._numbers}
         return len(changes) <= 1
 
@@ -103,18 +103,18 @@ class Plan:
     def classes_of_task(self, client: str, experience: int) -> tuple[int, ...]:
         """Return the classes to which a task-incremental method restricts the logits in a client's experience.
 
-        The client may have samples of only some of these classes, which are in ``tasks``. Empty if all classes compete.
+        The client may have samples of only some of these classes. Empty if the logits of all classes are used.
         """
         return self.task_classes[client][experience] if self.task_classes else ()
 
     def group_names(self, classes: Sequence[str]) -> list[str]:
-        """Return the names of the test groups: the class names, or the numbers of the domains."""
+        """Return the names of the test groups: the names of classes, or the numbers of domains."""
         number = int(self.groups.max()) + 1
         return list(classes) if number == len(classes) else [str(group) for group in range(number)]
 
     @property
     def common_tasks(self) -> tuple[tuple[int, ...], ...]:
-        """Classes of each task, sorted by their first label. Empty if different tasks share a class."""
+        """Classes of each task, sorted by their first class. Empty if two different tasks share a class."""
         parts = self.task_classes or (self.tasks if self.groups_are_classes else {})
         blocks = tuple(sorted({block for own in parts.values() for block in own}))
         labels = [label for block in blocks for label in block]
@@ -127,14 +127,14 @@ class Plan:
 
     @cached_property
     def client_keys(self) -> Keys:
-        """Number derived from each client's name, shape (clients,). See `lightning_fcl.rng.derive_keys`."""
+        """Hash of each client's name, shape (clients,). See `lightning_fcl.rng.derive_keys`."""
         return hash_names(self.clients)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Short hash of the training samples in the plan, identical on every machine. Every checkpoint contains it."""
+        """Short hash of the plan's training samples, identical on every machine. Every checkpoint contains the hash."""
         digest = hashlib.sha256()
-        # Rounds can share one dict of samples, which is then converted once.
+        # Consecutive rounds can share one dict of samples. The dict is converted only once.
         round_bytes: dict[int, bytes] = {}
         for current in self.train:
             if id(current) not in round_bytes:
@@ -144,14 +144,14 @@ class Plan:
         return digest.hexdigest()[:16]
 
     def num_client_samples(self, client: str) -> int:
-        """Return the number of different samples that a client sees in all rounds."""
+        """Return the number of different samples that a client has in all rounds together."""
         if client not in self._samples:
             self._samples[client] = len(self.client_indices(client))
         return self._samples[client]
 
     def client_indices(self, client: str) -> IntArray:
-        """Return the different samples that a client sees in all rounds, in ascending order."""
-        # Rounds of one experience share their arrays, so each array is used once.
+        """Return the different samples that a client has in all rounds together, in ascending order."""
+        # Rounds of one experience can share an array, so each array is used once.
         rows_by_id = {id(current[client]): current[client] for current in self.train if client in current}
         return np.unique(np.concatenate([EMPTY, *rows_by_id.values()]))
 
@@ -161,7 +161,7 @@ class Plan:
 
     @property
     def different_rounds(self) -> list[dict[str, IntArray]]:
-        """Entries of ``train`` without repetitions. Rounds may share an entry."""
+        """The different entries of ``train``. Several rounds can share an entry."""
         return [*{id(current): current for current in self.train}.values()]
 
     @property
@@ -170,7 +170,7 @@ class Plan:
         return len(self.train)
 
     def num_rounds_of_tasks(self, tasks: int | None) -> int:
-        """Return the number of rounds until each client has finished its first ``tasks`` tasks. None: all rounds."""
+        """Return the number of rounds until each client has finished its first ``tasks`` tasks. None means all tasks."""
         if tasks is None:
             return self.num_rounds
         ways = set(self.experiences.values())
@@ -182,11 +182,11 @@ class SamplePool:
     """The samples that a scenario assigns to rounds, and their labels, domains and clients.
 
     Args:
-        y: Label of each sample, shape (n,). All 0 if targets are not classes.
+        y: Label of each sample, shape (n,). All labels are 0 if targets are not classes.
         train: Indices of the training samples.
         test: Indices of the test samples.
         validation: Indices of the validation samples.
-        clients: Training samples of each client, as divided by the partition of the stream.
+        clients: Training samples of each client, from the partition of the stream.
         group: Domain of each sample, numbered from 0, shape (n,). None if the data define no domains.
         classes: Names of the classes. Empty if targets are not classes.
         domains: Names of the domains. Empty if the data define no domains.
@@ -203,14 +203,14 @@ class SamplePool:
 
 
 class Scenario(ABC):
-    """A rule that turns a dataset into a stream: which client sees which samples in which round.
+    """A rule that defines which samples each client has in each round.
 
     To add a scenario, define a subclass with a method `plan`. The subclass can have any arguments. In a recipe, write
-    its class name, or its full import path if it is defined outside of this package.
+    its class name. If the class is defined outside of this package, write the full import path.
 
     Attributes:
-        provides_split: Whether the scenario draws test and validation samples itself. The stream then takes no `split`.
-        provides_clients: Whether the scenario assigns samples to clients itself. The stream then takes no `partition`.
+        provides_split: Whether the scenario draws test and validation samples itself. If True, do not pass a `split`.
+        provides_clients: Whether the scenario assigns samples to clients itself. If True, do not pass a `partition`.
     """
 
     provides_split: ClassVar[bool] = False
@@ -218,7 +218,7 @@ class Scenario(ABC):
 
     @property
     def needs_classes(self) -> bool:
-        """Whether the scenario needs targets that are classes. A stream rejects other targets if it is True."""
+        """Whether the scenario requires targets that are classes. If True, a stream rejects other targets."""
         return False
 
     def __post_init__(self) -> None:
@@ -226,7 +226,7 @@ class Scenario(ABC):
 
     @abstractmethod
     def plan(self, pool: SamplePool, seed: int = 0) -> Plan:
-        """Return the samples of each client in each round.
+        """Return the plan: the samples of each client in each round.
 
         Args:
             pool: The samples.
@@ -241,7 +241,7 @@ class Scenario(ABC):
 
 
 def stratified_split(y: IntArray, fraction: float, rng: np.random.Generator) -> tuple[IntArray, IntArray]:
-    """Return the remaining samples, and a random ``fraction`` of the samples of each class."""
+    """Return the remaining samples, and a random ``fraction`` of the samples of each class, in this order."""
     if not 0 <= fraction < 1:
         raise InvalidValueError(
             f"Expected the fraction of a split to be at least 0 and below 1, but got {fraction}.",
@@ -258,7 +258,7 @@ def stratified_split(y: IntArray, fraction: float, rng: np.random.Generator) -> 
 
 
 def nearest_divisor(number: int, target: int) -> int:
-    """Return the divisor of a number that is nearest to a target number.
+    """Return the divisor of ``number`` that is nearest to ``target``.
 
     Example:
         >>> nearest_divisor(10, 3)
@@ -269,7 +269,7 @@ def nearest_divisor(number: int, target: int) -> int:
 
 
 def concat_views(clients: Sequence[str], rows: IntArray, counts: IntArray) -> dict[str, IntArray]:
-    """Return each client's samples as a view of one array, without copies.
+    """Return the samples of each client as views of one array, without copies.
 
     Args:
         clients: Names of the clients.
@@ -281,7 +281,7 @@ def concat_views(clients: Sequence[str], rows: IntArray, counts: IntArray) -> di
 
 
 def with_history(rounds: Sequence[dict[str, IntArray]], history: History) -> tuple[dict[str, IntArray], ...]:
-    """Return rounds with the samples that their clients have seen (``"seen"``) or see in any round (``"all"``)."""
+    """Return rounds whose samples follow a history mode: ``"round"``, ``"seen"`` or ``"all"``. See `Plan`."""
     if history == "round":
         return tuple(rounds)
     if history not in ("seen", "all"):
@@ -298,18 +298,19 @@ def with_history(rounds: Sequence[dict[str, IntArray]], history: History) -> tup
 def order_to_indices(
     order: Sequence[int | str], names: Sequence[str], argument: str, present: Sequence[int]
 ) -> list[int]:
-    """Return the numbers of ordered classes or domains: their positions in the list of all names.
+    """Return the numbers of classes or domains in the given order. A number is the position in the list of all names.
 
     Args:
-        order: Names or positions. Integers are names if they cannot be positions, as for the names "10", "20" and "30".
-        names: All names, or an empty list.
+        order: Names or positions. Integers are names if they cannot be positions, for example with the names "10", "20"
+            and "30".
+        names: All names. Can be empty.
         argument: Name of the argument that contains the order.
         present: Numbers that the order must contain.
 
     Raises:
-        TypeError: If the order is one string.
-        ValueError: If the order has an unknown or repeated entry, lacks an entry, or has integers that can be names as
-            well as positions, with different results.
+        TypeError: If the order is a string.
+        ValueError: If the order has an unknown or repeated entry, or lacks an entry. Also if its integers can be names
+            as well as positions, and the results differ.
     """
     if isinstance(order, str):
         raise InvalidTypeError(
@@ -355,15 +356,15 @@ def order_to_indices(
 
 
 def _position(entry: object, names: Sequence[str]) -> int:
-    """Return the position of an entry in the list of names, or -1. Without names, any whole number is a position."""
+    """Return an entry that is a position in the list of names, otherwise -1. Without names, accept any whole number."""
     is_position = isinstance(entry, int | np.integer) and (not names or 0 <= entry < len(names))
     return int(entry) if is_position else -1  # type: ignore[call-overload]
 
 
 def from_name(argument: str, value: T | str, classes: Iterable[type[T]]) -> T:
-    """Return a scenario or partition, created from a class name such as "class-incremental" or "ClassIncremental".
+    """Return a scenario or partition. Create it if the value is a class name, such as "ClassIncremental".
 
-    Return an object unchanged.
+    The name can also have the form "class-incremental". An object is returned unchanged.
     """
     kinds = {kind.__name__: kind for kind in classes}
     if not isinstance(value, str):

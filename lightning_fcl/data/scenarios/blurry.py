@@ -1,4 +1,4 @@
-"""Scenarios without clear boundaries: blurry or growing classes, samples that occur once, and delayed clients."""
+"""Scenarios without clear boundaries: blurry or growing classes, samples that are used once, and delayed clients."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from lightning_fcl.validation import at_least, between, validated
 class Blurry(Scenario):
     """Stochastic incremental blurry scenario, Si-Blurry (Moon et al., 2023, section 3).
 
-    The classes of each experience are drawn, and so is their number, which is at least one. A share of all classes is
-    disjoint: these classes occur in one experience only. From the samples of the other classes, a share is drawn over
-    all clients. Each of these blurry samples occurs in a random experience.
+    The classes of each experience are drawn. Their number is also drawn, and is at least one. A fraction of all classes
+    is disjoint: these classes occur in one experience only. From the samples of all other classes, a fraction is drawn
+    over all clients. Each of these blurry samples occurs in a random experience.
 
-    An experience is tested on all classes of which any client has samples in it. Use this scenario within `Online` to
-    let each sample occur in one round only, as in the paper.
+    The test of an experience contains all classes of the samples that clients have in the experience. Use this scenario
+    within `Online` to use each sample in one round only, as in the paper.
 
     Args:
         num_experiences: Number of experiences.
         rounds_per_experience: Number of rounds of each experience.
-        disjoint_ratio: Share of the classes that occur in one experience only, from 0 to 1.
-        blurry_ratio: Share of the samples of the other classes that occur in a random experience, from 0 to 1.
+        disjoint_ratio: Fraction of the classes that occur in one experience only, from 0 to 1.
+        blurry_ratio: Fraction of the samples of the other classes that occur in a random experience, from 0 to 1.
 
     Raises:
-        ValueError: If an argument is out of range, or there are fewer classes than experiences.
+        ValueError: If an argument is out of range, or if there are fewer classes than experiences.
 
     Example:
         >>> y = np.arange(1000) % 10
@@ -54,7 +54,7 @@ class Blurry(Scenario):
         classes = _classes_of(pool, self.num_experiences)
         rng = np.random.default_rng([seed, 8])
         ends = np.sort(rng.choice(np.arange(1, len(classes)), self.num_experiences - 1, replace=False))
-        # Experience of each class.
+        # Index of the experience of each class.
         time = np.zeros(int(pool.y.max()) + 1, dtype=np.int64)
         for experience, labels in enumerate(np.split(rng.permutation(classes), ends)):
             time[labels] = experience
@@ -79,10 +79,10 @@ class GrowingClasses(Scenario):
     Args:
         num_experiences: Number of experiences.
         rounds_per_experience: Number of rounds of each experience.
-        class_order: Classes in the order in which they occur, by number or by name. None: drawn from the seed.
+        class_order: Classes in the order in which they occur, by number or by name. None draws the order from the seed.
 
     Raises:
-        ValueError: If an argument is out of range, or there are fewer classes than experiences.
+        ValueError: If an argument is out of range, or if there are fewer classes than experiences.
 
     Example:
         >>> pool = SamplePool(np.arange(10), clients={"a": np.arange(10)}, classes=tuple("abcdefghij"))
@@ -105,17 +105,18 @@ class GrowingClasses(Scenario):
 
 @dataclass(frozen=True)
 class Online(Scenario):
-    """Single-pass scenario: a client's samples of an experience are divided among its rounds, without repetition.
+    """Single-pass scenario. A client's samples of an experience are divided among its rounds, so none is used twice.
 
-    With ``local_epochs=1`` and a small ``batch_size``, a client sees each sample once, like a device without storage.
+    With ``local_epochs=1`` and a small ``batch_size``, a client trains on each sample once, like a device without
+    storage.
 
     Args:
-        scenario: Scenario, such as `Blurry`, or the name of its class. Its ``history`` must be "round". Default:
-            `ClassIncremental` with ten rounds per experience.
+        scenario: Scenario to change, such as `Blurry`, or the name of its class. Its ``history`` must be "round".
+            Default: `ClassIncremental` with ten rounds per experience.
 
     Raises:
         TypeError: If ``scenario`` is not a scenario.
-        ValueError: If rounds of the scenario also contain samples of earlier rounds.
+        ValueError: If the ``history`` of the scenario is not "round".
 
     Example:
         >>> pool = SamplePool(np.arange(8) // 4, clients={"a": np.arange(8)}, classes=("no", "yes"))
@@ -164,15 +165,16 @@ class Online(Scenario):
 
 @dataclass(frozen=True)
 class Delayed(Scenario):
-    """Scenario in which tasks reach clients at different times, with delays of up to ``max_delay`` rounds.
+    """Scenario in which clients start tasks at different times, with delays of up to ``max_delay`` rounds.
 
-    The delays are drawn for each client. A client that is late with a task is at least as late with all later tasks, so
-    no task is shortened. A client has the samples of a task in as many rounds as in the original scenario. If these
-    samples are the same in each round, the client keeps them until its next task begins. Rounds in which no client has
-    samples are removed.
+    The delays are drawn for each client and task. For each client, the delays are sorted, so that a later task never
+    has a shorter delay and no task is shortened. A client has the samples of a task in as many rounds as in the
+    original scenario. If these samples are the same in each round, the client keeps them until its next task starts.
+    Rounds in which no client has samples are removed.
 
     Args:
-        scenario: Scenario, or the name of its class. Default: `ClassIncremental` with ten rounds per experience.
+        scenario: Scenario to change, or the name of its class. Default: `ClassIncremental` with ten rounds per
+            experience.
         max_delay: Maximum delay of a client, in rounds.
 
     Raises:
@@ -226,7 +228,7 @@ class Delayed(Scenario):
 
 
 def _classes_of(pool: SamplePool, experiences: int) -> IntArray:
-    """Return the classes of the clients' samples. Raise ValueError if there are fewer classes than experiences."""
+    """Return the classes that occur in the clients' samples. Raise ValueError if there are too few for the experiences."""
     classes = np.unique(pool.y[np.concatenate(list(pool.clients.values()))])
     if len(classes) < experiences:
         raise InvalidValueError(
@@ -244,18 +246,18 @@ def _inner(scenario: Scenario | str | None) -> Scenario:
 
 
 def _take_over(scenario: Online | Delayed) -> None:
-    """Copy `provides_split` and `provides_clients` from the inner scenario."""
+    """Set `provides_split` and `provides_clients` to the values of the inner scenario."""
     inner_scenario = _inner(scenario.scenario)
     for name, value in {
         "provides_split": inner_scenario.provides_split,
         "provides_clients": inner_scenario.provides_clients,
     }.items():
-        # The dataclass is frozen, so plain assignment raises.
+        # A frozen dataclass does not allow plain assignment.
         object.__setattr__(scenario, name, value)
 
 
 def _runs(experiences: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
-    """Yield each of a client's consecutive experiences with its rounds."""
+    """Yield a pair (experience, rounds) for each consecutive experience of a client."""
     for experience, rounds in groupby(range(len(experiences)), experiences.__getitem__):
         yield experience, list(rounds)
 

@@ -1,4 +1,4 @@
-"""Class-incremental, domain-incremental and stationary scenarios. Avalanche divides classes into experiences."""
+"""Class-incremental, domain-incremental and stationary scenarios. Classes are divided into experiences by Avalanche."""
 
 from __future__ import annotations
 
@@ -31,23 +31,24 @@ Groups = list[tuple[int, ...]]
 
 @dataclass(frozen=True)
 class ClassIncremental(Scenario):
-    """Class-incremental scenario: every experience has classes that no earlier experience has.
+    """Class-incremental scenario. Each experience has classes that do not occur in earlier experiences.
 
     Args:
-        num_experiences: Number of experiences, which divide the classes evenly. Or the number of classes of each
-            experience, such as ``[4, 3, 3]``. With 1, this is plain federated learning, and targets need not be
-            classes.
+        num_experiences: Number of experiences, among which the classes are divided evenly. Or a list with the number of
+            classes of each experience, such as ``[4, 3, 3]``. With 1, this is plain federated learning, and targets
+            need not be classes.
         rounds_per_experience: Number of rounds of each experience.
-        samples_per_round: Number of new samples per client and round, which are never used again. None: each round has
+        samples_per_round: Number of new samples per client and round. No sample is used twice. If None, each round has
             all samples of its experience.
-        class_order: Classes in the order in which they occur, by number or by name. Or a dict with such an order for
-            each client. None: drawn from the seed. Write names that are numbers as text, as in ``["10", "2"]``.
-        order_per_client: Whether an order is drawn for each client.
-        history: Samples of a round. ``"round"``: its own samples. ``"seen"``: also all earlier samples. ``"all"``: the
-            samples of all rounds (offline training, an upper bound).
+        class_order: Classes in the order in which they occur, by number or by name. Or a dict with an order for each
+            client. None draws the order from the seed. Write names that are numbers as text, as in ``["10", "2"]``.
+        order_per_client: Whether a separate order is drawn for each client.
+        history: ``"round"``, ``"seen"`` or ``"all"``. With ``"round"``, a round has only its own samples. ``"seen"``
+            adds the client's samples of earlier rounds. ``"all"`` adds the client's samples of all rounds (offline
+            training, an upper bound).
 
     Raises:
-        ValueError: If an argument is out of range, or the classes cannot be divided as requested.
+        ValueError: If an argument is out of range, or if the classes cannot be divided as requested.
 
     Example:
         >>> y = np.repeat([0, 1, 2], 4)
@@ -96,17 +97,17 @@ class ClassIncremental(Scenario):
 
 @dataclass(frozen=True)
 class DomainIncremental(Scenario):
-    """Domain-incremental scenario: every experience is a domain of the data, such as a device or a place.
+    """Domain-incremental scenario. Each experience is a domain of the data, such as a device or a place.
 
-    The classes can stay the same in all domains, while their inputs change.
+    Different domains can have the same classes, but with different inputs.
 
     Args:
-        rounds_per_experience: As for `ClassIncremental`.
-        samples_per_round: As for `ClassIncremental`.
-        domain_order: Domains in the order in which they occur, by number (in ascending order of their names) or by
-            name. Or a dict with such an order for each client. None: ascending order.
-        order_per_client: Whether an order is drawn for each client, of the domains that the client has.
-        history: As for `ClassIncremental`.
+        rounds_per_experience: See `ClassIncremental`.
+        samples_per_round: See `ClassIncremental`.
+        domain_order: Domains in the order in which they occur, by number or by name. Numbers follow the ascending order
+            of the names. Or a dict with an order for each client. None means ascending order.
+        order_per_client: Whether a separate order is drawn for each client, from the domains that the client has.
+        history: See `ClassIncremental`.
 
     Raises:
         ValueError: If an argument is out of range, or if the data define no domains.
@@ -149,7 +150,7 @@ class DomainIncremental(Scenario):
 
 @dataclass(frozen=True)
 class Stationary(Scenario):
-    """Plain federated learning: every client has all of its samples in every round. Targets need not be classes.
+    """Plain federated learning. Each client has all of its samples in each round. Targets need not be classes.
 
     Args:
         num_rounds: Number of rounds.
@@ -167,7 +168,7 @@ class Stationary(Scenario):
 
     @property
     def as_incremental(self) -> ClassIncremental:
-        """Class-incremental scenario with one experience, which gives each client the same samples in each round."""
+        """The equivalent `ClassIncremental` with one experience. Each client has the same samples in each round."""
         return ClassIncremental(1, self.num_rounds)
 
     def plan(self, pool: SamplePool, seed: int = 0) -> Plan:
@@ -175,7 +176,7 @@ class Stationary(Scenario):
 
 
 def _class_experiences(y: IntArray, experiences: int | Sequence[int], order: Sequence[int] | None, seed: int) -> Groups:
-    """Return the classes of each experience, divided by Avalanche in a given order or in an order that it draws."""
+    """Return the classes of each experience. Avalanche divides the classes in the given order, or draws an order."""
     classes = np.unique(y)
     is_even = isinstance(experiences, int)
     sizes = [len(classes) // max(experiences, 1)] * experiences if isinstance(experiences, int) else list(experiences)
@@ -191,11 +192,11 @@ def _class_experiences(y: IntArray, experiences: int | Sequence[int], order: Seq
         return [tuple(classes.tolist())]
     from lightning_fcl.data.avalanche import nc_benchmark
 
-    # Avalanche needs classes 0..C-1 and reads every sample. One sample of each class is enough to divide the classes.
+    # Avalanche requires classes 0..C-1 and reads every sample. To divide the classes, one sample of each is enough.
     numbers = torch.arange(len(classes))
     data = TensorDataset(numbers, numbers)
     fixed_order = None if order is None else [int(np.searchsorted(classes, c)) for c in order if c in classes]
-    # Avalanche seeds torch's global generator, so it is restored.
+    # Avalanche seeds torch's global generator. `isolate_rng` restores the generator.
     with warnings.catch_warnings(), isolate_rng():
         warnings.simplefilter("ignore")
         benchmark = nc_benchmark(
@@ -214,7 +215,7 @@ def _class_experiences(y: IntArray, experiences: int | Sequence[int], order: Seq
 
 
 def _suggest_experiences(classes: int, num_experiences: int) -> str:
-    """Return a hint for a number of experiences that does not divide the number of classes."""
+    """Return a hint with valid values, for a number of experiences that does not divide the number of classes."""
     nearest = nearest_divisor(classes, num_experiences)
     sizes = [len(part) for part in np.array_split(np.arange(classes), min(max(num_experiences, 1), classes))]
     sizes_hint = f", or the number of classes of each experience, such as {sizes}" if len(sizes) <= 10 else ""
@@ -222,14 +223,14 @@ def _suggest_experiences(classes: int, num_experiences: int) -> str:
 
 
 def _parts(pool: SamplePool, everyone: IntArray, groups: Groups) -> dict[str, list[IntArray]]:
-    """Return each client's samples of each experience, in ascending order.
+    """Return the samples of each client in each experience, in ascending order.
 
     Args:
         pool: The samples and the clients.
         everyone: Samples of all clients, in the order of the clients.
         groups: Classes of each experience.
     """
-    # Experience of each class.
+    # Index of the experience of each class.
     experience = np.empty(max(map(max, groups)) + 1, dtype=np.int64)
     for number, group in enumerate(groups):
         experience[list(group)] = number
@@ -250,7 +251,7 @@ def make_plan(
     groups_are_classes: bool,
     rng: np.random.Generator,
 ) -> Plan:
-    """Return the plan for each client's samples of each experience, with the rounds that a scenario defines."""
+    """Return a plan from the samples of each client in each experience. The scenario defines the rounds."""
     num_rounds, number = scenario.rounds_per_experience, scenario.samples_per_round
     if number is not None:
         client_parts = {client: [rng.permutation(samples) for samples in own] for client, own in client_parts.items()}
@@ -258,7 +259,7 @@ def make_plan(
     for experience in range(max(len(own) for own in client_parts.values())):
         client_samples = {client: own[experience] for client, own in client_parts.items() if len(own) > experience}
         client_samples = {client: samples for client, samples in client_samples.items() if len(samples)}
-        # Each round of the experience has all of its samples, in one shared dict.
+        # All rounds of the experience share one dict, which contains all samples of the experience.
         if number is None:
             train += [{client: _ascending(samples) for client, samples in client_samples.items()}] * num_rounds
             continue
@@ -278,7 +279,7 @@ def make_plan(
         train += [
             {client: _ascending(own[round_idx]) for client, own in pieces.items()} for round_idx in range(num_rounds)
         ]
-    # Clients with the same tasks share one object.
+    # Clients that share a list of tasks also share the tuple.
     shared = {id(own): tuple(own) for own in tasks.values()}
     return Plan(
         train=with_history(train, scenario.history),
@@ -308,7 +309,7 @@ def _require_one_order(name: str, order: Order, per_client: bool) -> None:
 def _order_of(
     client: str, clients: Collection[str], order: Order, names: Sequence[str], argument: str, present: Sequence[int]
 ) -> list[int] | None:
-    """Return a client's order of its classes or domains, by number, or None if no order is given."""
+    """Return the numbers of a client's classes or domains in the given order, or None if no order is given."""
     if isinstance(order, Mapping):
         check_clients(f"`{argument}`", order, clients)
         if client not in order:

@@ -1,4 +1,4 @@
-"""Scenarios of the papers `flwf`, `odfcl` and `fedvit`."""
+"""Scenarios of the papers whose recipes are named `flwf`, `odfcl` and `fedvit`."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from lightning_fcl.validation import at_least, between, validated
 
 @dataclass(frozen=True)
 class FLwFScenario(Scenario):
-    """Scenario of Usmanova et al. (2021), section 3.4: one client with changing tasks, and one for all other clients.
+    """Scenario of Usmanova et al. (2021), section 3.4. One client has changing tasks. One represents all other clients.
 
     Args:
         num_rounds: Number of communication rounds, divided evenly among the tasks of a client.
-        samples_per_round: Number of samples per client and round, which are never reused. Each class of the client's
+        samples_per_round: Number of samples per client and round. No sample is used twice. Each class of the client's
             task has the same number of samples.
-        test_per_class: Number of samples of each class in the common test set.
-        pretrain_per_class: Number of samples of each class that pre-train the initial model.
-        tasks: For each client, the classes of each of its tasks, by number or by name. Default: ``client1`` has class
-            1, then class 2, and ``generalized`` has all classes.
-        history: As for `ClassIncremental`.
+        test_per_class: Number of samples of each class in the test set, which all clients share.
+        pretrain_per_class: Number of samples of each class for pre-training the initial model.
+        tasks: For each client, the classes of each of its tasks, by number or by name. By default, ``client1`` first
+            has class 1 and then class 2, and ``generalized`` has all classes in a single task.
+        history: See `ClassIncremental`.
 
     Raises:
         ValueError: If a class has too few samples, or if rounds or samples cannot be divided evenly.
@@ -116,27 +116,27 @@ class FLwFScenario(Scenario):
 
 @dataclass(frozen=True)
 class ODFCLScenario(Scenario):
-    """Scenario of Kröger et al.: a base session, then sessions in which each node of a swarm learns its own class.
+    """Scenario of Kröger et al.: a base session, followed by sessions in which each node of a swarm learns new classes.
 
-    The people to learn are drawn from the dataset and numbered in the order in which they are learned. All other people
-    can be used for pre-training. Experience 0 is the base session, which is not a round. The callback
-    `lightning_fcl.callbacks.BaseSession` trains it.
+    Each class is a person. The people to learn are drawn from the dataset and numbered in the order in which they are
+    learned. All other people can be used for pre-training. Experience 0 is the base session. It is not a round. The
+    callback `lightning_fcl.callbacks.BaseSession` trains it.
 
     Args:
-        num_people: Number of classes to learn. Each class is a person.
+        num_people: Number of classes to learn.
         num_base_people: Number of classes in the base session. The other classes are divided evenly among the sessions.
         num_sessions: Number of sessions after the base session.
         num_nodes: Number of clients. In a session, each client has its own classes. If there are fewer classes than
             clients, each client has a part of one class.
-        train_per_class: Number of training samples of each class.
+        train_per_class: Number of training samples of each class, including the validation samples.
         test_per_class: Number of test samples of each class.
-        validation_per_class: Number of the training samples of each class that are held out to select settings.
-        pretrain_per_class: Maximum number of pre-training samples of each person that is not learned. 0: no
-            pre-training.
+        validation_per_class: Number of the training samples of each class that are used only for validation.
+        pretrain_per_class: Maximum number of pre-training samples of each person that is not learned. With 0, there is
+            no pre-training.
         rounds_per_session: Number of synchronizations in each session.
-        history: Samples of a round. ``"round"``: its own samples. ``"seen"``: the samples of all classes so far, with
-            the samples of the base session divided among the nodes (joint training). ``"all"``: the samples of all
-            sessions.
+        history: ``"round"``, ``"seen"`` or ``"all"``. With ``"round"``, a round has the samples of its session. With
+            ``"seen"``, it has the samples of all classes so far (joint training). The samples of the base session are
+            then divided among the nodes. With ``"all"``, it has the samples of all sessions.
 
     Raises:
         ValueError: If there are too few people or samples, or if the classes cannot be divided evenly.
@@ -199,7 +199,7 @@ class ODFCLScenario(Scenario):
         )
 
     def _shares(self, train: Sequence[IntArray]) -> tuple[dict[str, list[IntArray]], dict[str, list[tuple[int, ...]]]]:
-        """Return each node's samples and classes of the base session and of each session."""
+        """Return two dicts by node: its samples, and its classes, both for the base session and each later session."""
         base, nodes, classes_per_session = (
             self.num_base_people,
             self.num_nodes,
@@ -231,7 +231,7 @@ class ODFCLScenario(Scenario):
 def _draw_people(
     y: IntArray, people: int, sizes: tuple[int, int, int], rng: np.random.Generator
 ) -> tuple[IntArray, dict[str, list[IntArray]]]:
-    """Return the classes to learn, in order, and the training, test and validation samples of each class."""
+    """Return the classes to learn, in order, and the training, test and validation samples of each of these classes."""
     train, test, validation = sizes
     between(0, train - 1, validation_per_class=validation)
     classes, counts = np.unique(y, return_counts=True)
@@ -258,32 +258,34 @@ Blocks = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class FedViTScenario(Scenario):
-    """Scenario of Zuo et al. (2024), section 5.1: every client learns every task, in its own order, with few samples.
+    """Scenario of Zuo et al. (2024), section 5.1: each client learns all tasks in its own order, with few samples.
 
-    As in the paper, each client has its own sequence of the tasks. It has 2 to 5 classes of each task, and 5 % to 10 %
-    of the training samples of each class. This implementation makes these assumptions:
+    As in the paper, each client has its own order of the tasks. For each task, a client has 2 to 5 classes, and 5 % to
+    10 % of the training samples of each of these classes. This implementation makes these assumptions:
 
     - All clients have the same tasks, which are blocks of classes of equal size.
-    - The number of classes and the share of samples are drawn uniformly. A client's share is drawn for each class.
-    - The samples of a class are assigned to clients in sequence. After the last sample, the sequence starts again at
-      the first one. Two samples of a class therefore differ by at most one in their number of clients.
+    - The number of classes and the fraction of samples are drawn uniformly. The fraction is drawn for each client and
+      class.
+    - The samples of a class are assigned to clients one after another. After the last sample, the assignment starts
+      again with the first sample. Therefore, the numbers of clients that have two samples of a class differ by at most
+      one.
     - Each round of a task has all samples of the task.
     - The draws of a client depend only on the seed, the number of the client, and the block.
 
-    Evaluation is task-incremental: a sample of a task is classified among all classes of the task's block, see
-    `Plan.classes_of_task`. A client is tested on its own classes of the block, see `Plan.tasks`.
+    Evaluation is task-incremental. A sample of a task is classified among all classes of the task's block, see
+    `Plan.classes_of_task`. A client is tested on the classes of the block that the client has, see `Plan.tasks`.
 
     Args:
         num_tasks: Number of blocks of classes. It must divide the number of classes.
         num_clients: Number of clients.
-        classes_per_client: Minimum and maximum number of classes of a block that a client has. The minimum is at least
-            2, because one class alone leaves nothing to classify. For blocks of one class, it is 1.
-        sample_fraction: Minimum and maximum share of a class's training samples that a client has.
+        classes_per_client: Minimum and maximum number of classes of a block that a client has. The minimum must be at
+            least 2, because a single class cannot be classified. For blocks of one class, the minimum must be 1.
+        sample_fraction: Minimum and maximum fraction of a class's training samples that a client has.
         rounds_per_task: Number of rounds of each task.
-        order_per_client: Whether each client has its own order of the tasks. Otherwise, all clients have the order of
+        order_per_client: Whether each client has its own order of the tasks. If False, all clients have the order of
             the blocks.
-        class_order: Classes in the order in which they are cut into blocks. ``"ascending"``: sorted by label. None:
-            drawn from the seed.
+        class_order: Classes in the order in which they are cut into blocks. ``"ascending"`` sorts the classes by label.
+            None draws the order from the seed.
 
     Raises:
         ValueError: If an argument is out of range, or if a class has too few samples.
@@ -344,7 +346,7 @@ class FedViTScenario(Scenario):
         )
 
     def _deal(self, blocks: Blocks, pool: SamplePool, seed: int) -> tuple[dict[str, Blocks], dict[str, list[IntArray]]]:
-        """Return each client's classes of each block, and its samples of these classes."""
+        """Return two dicts by client: its classes of each block, and its samples of these classes for each block."""
         y, members = pool.y, pool.train
         decks = {
             c: np.random.default_rng([seed, 7, c]).permutation(members[y[members] == c]) for c in np.unique(y).tolist()
