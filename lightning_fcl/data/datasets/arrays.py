@@ -1,4 +1,4 @@
-"""In-memory datasets of NumPy arrays, and how their samples were measured and scaled."""
+"""In-memory datasets of NumPy arrays, and descriptions of the measurement and scaling of their samples."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from lightning_fcl.errors import InvalidValueError, MissingValueError
 from lightning_fcl.validation import one_of
 
-# Number of samples that one finiteness check reads at once.
+# Number of samples that are checked for non-finite values at once.
 _PIECE = 4096
 
 ScalingScope = Literal["data", "sample", "person"]
@@ -22,23 +22,24 @@ Sensor = tuple[str, str, float, float]
 
 @dataclass(frozen=True, eq=False)
 class ArrayDataset:
-    """A complete dataset in memory, with the owner of each sample if the dataset has owners.
+    """A complete dataset in memory. It can also contain the owner and the domain of each sample.
 
-    Images can be stored as pixels, one byte per channel, together with the `mean` and `std` of the normalization.
-    `samples` normalizes only the requested images.
+    Images can be stored as pixels, with one byte per channel. The dataset then also contains `mean` and `std` for the
+    normalization. `samples` normalizes only the requested images.
 
     Args:
-        x: Samples, shape ``(n, ...)``, finite, float32; or pixels, uint8, if `mean` and `std` are given.
+        x: Samples, shape ``(n, ...)``, float32 and finite. If `mean` and `std` are passed, pixels of type uint8.
         y: Labels from 0 to C - 1, shape ``(n,)``, int64.
-        client_ids: Natural owner of each sample (number or name of a subject), shape ``(n,)``. None: no owners.
+        client_ids: Natural owner of each sample (number or name of a subject), shape ``(n,)``. None if there are no
+            owners.
         classes: Names of the C classes, in the order of the labels.
-        official_test: Whether the publishers put each sample in their test set, shape ``(n,)``. None: no test set.
-        group: Natural domain of each sample (a device, a place), shape ``(n,)``. None: no domains.
-        mean: Mean that is subtracted from the pixels, float32, in gray levels from 0 to 255. Its shape broadcasts to
-            one sample, for example ``(channels, 1, 1)``.
-        std: Standard deviation that the centered pixels are divided by, float32, above 0. Its shape broadcasts to one
-            sample.
-        measurement: Channels, units and scaling of `x`. None: unknown.
+        official_test: Whether each sample is in the publishers' test set, shape ``(n,)``. None if there is no test set.
+        group: Natural domain of each sample (a device, a place), shape ``(n,)``. None if there are no domains.
+        mean: Mean to subtract from the pixels, float32, in gray levels from 0 to 255. The shape must broadcast to one
+            sample, for example ``(channels, 1, 1)``.
+        std: Standard deviation by which the centered pixels are divided, float32, above 0. The shape must broadcast to
+            one sample.
+        measurement: Channels, units and scaling of `x`. None if unknown.
 
     Raises:
         ValueError: If shapes, types or labels are inconsistent, or if `x` contains non-finite values.
@@ -100,7 +101,7 @@ class ArrayDataset:
             )
         if pixels:
             check_scale(self.mean, self.std, self.x.shape[1:])
-        # `np.isfinite` of all values at once would allocate a quarter of the memory of `x`.
+        # Checking all values at once would allocate a quarter of the memory of `x`.
         elif not all(np.isfinite(self.x[n : n + _PIECE]).all() for n in range(0, len(self.x), _PIECE)):
             per_sample = (~np.isfinite(self.x)).reshape(size, -1).sum(axis=1)
             bad = np.flatnonzero(per_sample)
@@ -113,13 +114,13 @@ class ArrayDataset:
             )
 
     def samples(self, indices: Any = slice(None)) -> NDArray[np.float32]:
-        """Return some samples as model inputs, float32. Pixels are normalized, other samples are returned unchanged."""
+        """Return the samples at the given indices as model inputs. Pixels are normalized, other samples are unchanged."""
         values: NDArray[Any] = self.x[indices]
         return values if self.mean is None or self.std is None else (values - self.mean) / self.std
 
 
 def check_scale(mean: NDArray[Any] | None, std: NDArray[Any] | None, shape: tuple[int, ...]) -> None:
-    """Raise ValueError if ``mean`` and ``std`` cannot normalize samples of a shape."""
+    """Raise ValueError if ``mean`` and ``std`` cannot normalize samples of the given shape."""
     for name, values in (("mean", mean), ("std", std)):
         if values is None:
             raise MissingValueError(
@@ -141,21 +142,21 @@ def check_scale(mean: NDArray[Any] | None, std: NDArray[Any] | None, shape: tupl
 
 @dataclass(frozen=True)
 class Measurement:
-    """Channels, units, sampling rate and scaling of the samples that a device measures.
+    """Channels, units, sampling rate and scaling of samples that a device measures.
 
     Args:
         shape: Shape of one sample.
         axes: Name of each axis of `shape`. Exactly one axis is ``"channel"``.
         channels: Name of each channel, for example ``"gyro x"``.
         units: Unit of each channel.
-        sampling_rate_hz: Time steps per second. None: no time axis, or an unknown rate.
-        low: Smallest possible value of each channel. None: no limit.
-        high: Largest possible value of each channel. None: no limit.
-        scaled_over: Samples over which mean and standard deviation are computed: ``"data"`` (the training data, with
-            the values in `mean` and `std`), ``"sample"`` (each sample separately), or ``"person"`` (all samples of one
-            person).
-        mean: Mean that is subtracted from each channel, in its unit. Required if `scaled_over` is ``"data"``.
-        std: Standard deviation that each channel is divided by, above 0. Required if `scaled_over` is ``"data"``.
+        sampling_rate_hz: Number of time steps per second. None if there is no time axis or the rate is unknown.
+        low: Smallest possible value of each channel. None if there is no limit.
+        high: Largest possible value of each channel. None if there is no limit.
+        scaled_over: Samples over which mean and standard deviation are computed. ``"data"`` is the training data, with
+            the values in `mean` and `std`. ``"sample"`` is each sample separately. ``"person"`` is all samples of one
+            person.
+        mean: Mean to subtract from each channel, in the unit of the channel. Required if `scaled_over` is ``"data"``.
+        std: Standard deviation by which each channel is divided, above 0. Required if `scaled_over` is ``"data"``.
     """
 
     shape: tuple[int, ...]
@@ -202,7 +203,7 @@ class Measurement:
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
     ) -> Measurement:
-        """Return the measurement of channels that are given as sensors. ``rate`` is in Hz."""
+        """Return the measurement of the given sensors, one per channel. ``rate`` is in Hz."""
         channels, units, low, high = zip(*sensors, strict=True)
         scale = (None if values is None else tuple(values) for values in (mean, std))
         return cls(shape, axes, channels, units, rate, low, high, scaled_over, *scale)
@@ -210,20 +211,20 @@ class Measurement:
     def preprocess(
         self, x: Any, sampling_rate_hz: float | None = None, units: Sequence[str] | None = None
     ) -> NDArray[np.float32]:
-        """Return raw values of a device as model inputs, scaled like the training samples.
+        """Convert raw values of a device to model inputs, which are scaled like the training samples.
 
         Args:
             x: One sample of shape `shape`, or several samples, shape ``(n, *shape)``. If `scaled_over` is ``"person"``,
                 pass all samples of one person.
-            sampling_rate_hz: Sampling rate of ``x``, in time steps per second. Default: not checked.
-            units: Unit of each channel of ``x``, or one unit of all channels. Default: not checked.
+            sampling_rate_hz: Sampling rate of ``x``, in time steps per second. If None, the rate is not checked.
+            units: Unit of each channel of ``x``, or one unit for all channels. If None, the units are not checked.
 
         Returns:
             Scaled samples, shape ``(n, *shape)``, float32.
 
         Raises:
-            InvalidValueError: If type, shape, sampling rate, units or range of ``x`` differ from this measurement, or
-                if ``x`` contains non-finite values.
+            InvalidValueError: If the type, shape, sampling rate, units or range of ``x`` do not match this measurement,
+                or if ``x`` contains non-finite values.
         """
         values = np.asarray(x)
         if values.dtype.kind not in "biuf":
@@ -300,7 +301,7 @@ class Measurement:
         return standardize(values.astype(np.float32), (0, *reduced_axes))
 
     def describe(self) -> str:
-        """Return shape, sampling rate, channels, units and scaling in one line."""
+        """Return a description of shape, sampling rate, channels, units and scaling in one line."""
         size = " x ".join(f"{number} {axis}" for number, axis in zip(self.shape, self.axes, strict=True))
         names = ", ".join(
             f"{name} ({unit})" if unit else name for name, unit in zip(self.channels, self.units, strict=True)
@@ -313,21 +314,21 @@ class Measurement:
 
 
 def standardize(x: NDArray[np.float32], axes: tuple[int, ...]) -> NDArray[np.float32]:
-    """Subtract the mean over some axes and divide by the standard deviation. Constant values are only centered."""
+    """Subtract the mean over the given axes, and divide by the standard deviation. Constant values are only centered."""
     return normalize_array(x, *mean_and_std(x, axes))
 
 
 def mean_and_std(x: NDArray[Any], axes: tuple[int, ...]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return mean and standard deviation over some axes, which are kept with length 1.
+    """Return mean and standard deviation over the given axes. These axes are kept with length 1.
 
-    The standard deviation of constant values is replaced by 1.
+    For constant values, the standard deviation is replaced by 1.
     """
     mean, std = (reduce(axis=axes, dtype=np.float64, keepdims=True) for reduce in (x.mean, x.std))
-    # Because of rounding, a constant feature has a tiny deviation. Division by it would scale rounding errors up to 1.
+    # Rounding gives a constant feature a tiny deviation. A division by it would scale rounding errors up to 1.
     constant = x.min(axis=axes, keepdims=True) == x.max(axis=axes, keepdims=True)
     return mean, np.where(constant, 1.0, std)
 
 
 def normalize_array(x: NDArray[Any], mean: NDArray[Any], std: NDArray[Any]) -> NDArray[np.float32]:
-    """Subtract a mean and divide by a standard deviation in double precision. Their shapes broadcast to ``x``."""
+    """Return ``(x - mean) / std``, computed in double precision, as float32. The shapes must broadcast to ``x``."""
     return cast(NDArray[np.float32], ((x - mean) / std).astype(np.float32))

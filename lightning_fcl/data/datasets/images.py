@@ -1,4 +1,4 @@
-"""Image loading: reading with checks, resizing, and datasets of photographs (pixels) or gray faces (scaled)."""
+"""Functions that read, check and resize images, and return datasets of photographs or of gray faces."""
 
 import hashlib
 import io
@@ -24,13 +24,13 @@ FaceScale = Literal["none", "image"]
 
 AXES = ("channel", "height", "width")
 
-# Mean and standard deviation of red, green and blue on ImageNet, the constants in torchvision and timm.
+# Mean and standard deviation of red, green and blue on ImageNet. These constants are also in torchvision and timm.
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
-# Modes in Pillow of images with 8 bits per channel, by the mode that they are converted to. A few photographs of
-# ImageNet are CMYK.
+# For each target mode: the Pillow modes that are accepted, with 8 bits per channel. Some photographs of ImageNet are
+# CMYK.
 _MODES = {"L": ("L", "RGB"), "RGB": ("L", "RGB", "CMYK")}
-# Formats of users' own photographs. Pillow would start another program to read some other formats, such as EPS.
+# Formats that users' own photographs can have. For some other formats, such as EPS, Pillow would start another program.
 _FORMATS = ("BMP", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 
 
@@ -52,18 +52,18 @@ def read_image(
     shape: tuple[int, int] | None = None,
     content: bytes | None = None,
 ) -> NDArray[np.uint8]:
-    """Return an image with 8 bits per channel, shape (height, width, 3) or (height, width). Compare PNG checksums.
+    """Return an image with 8 bits per channel, shape (height, width, 3) or (height, width). Verify PNG checksums.
 
     Args:
-        path: File of the image.
-        file_format: Required format, by its name in Pillow. None: any usual format, of any bit depth.
-        mode: ``"RGB"``: gray becomes three equal channels. ``"L"``: colors become gray by ITU-R 601-2 luma.
-        shape: Required height and width. The header is checked before the pixels are decoded.
-        content: Bytes of the image if it is part of another file. ``path`` then names the image in messages.
+        path: Path of the image file.
+        file_format: Required format, by its name in Pillow. None accepts all common formats and bit depths.
+        mode: ``"RGB"`` converts gray to three equal channels. ``"L"`` converts colors to gray by ITU-R 601-2 luma.
+        shape: Required height and width. They are checked before the pixels are decoded.
+        content: Bytes of the image if the image is part of another file. ``path`` is then only used in messages.
 
     Raises:
         MissingFileError: If the file is missing.
-        DamagedFileError: If the file is no such image, or is damaged.
+        DamagedFileError: If the file is damaged, or has a different format or shape.
     """
     require_package("PIL.Image", "reads images")
     from PIL import Image, PngImagePlugin
@@ -81,7 +81,7 @@ def read_image(
         check(fits, f"an image of {image.height} x {image.width} in Pillow's mode {image.mode!r}")
         if image.format == "PNG" and content is None:
             with open_file(path) as chunks:
-                # Go to the first chunk. `image.load` compares the checksums of some chunks only.
+                # Skip the PNG signature. `image.load` verifies the checksums of only some chunks.
                 chunks.seek(8)
                 PngImagePlugin.ChunkStream(chunks).verify()
         return np.asarray(image.convert(mode))
@@ -104,10 +104,10 @@ def face_dataset(
     size: Sequence[int] | None,
     normalize: FaceScale,
 ) -> ArrayDataset:
-    """Return gray images of shape (height, width) as a dataset, resized as in `resize_all` unless ``size`` is None.
+    """Return gray images of shape (height, width) as a dataset. Resize them unless ``size`` is None.
 
-    ``normalize="image"`` scales each image to mean 0 and variance 1, and a constant image to zeros. ``"none"`` scales
-    0..255 to 0..1.
+    ``normalize="image"`` scales each image to mean 0 and variance 1. A constant image becomes 0. ``normalize="none"``
+    scales pixels from 0..255 to 0..1.
     """
     x = []
     for image in images:
@@ -128,7 +128,7 @@ def face_dataset(
 
 
 def resize_all(images: Iterable[NDArray[np.uint8]], number: int, size: int) -> NDArray[np.uint8]:
-    """Resize images of shape (height, width, 3) with Pillow's antialiased bicubic filter and stack them, NCHW."""
+    """Resize images of shape (height, width, 3) with Pillow's antialiased bicubic filter, and stack them as NCHW."""
     pixels = np.empty((number, 3, size, size), np.uint8)
     for row, image in zip(pixels, images, strict=True):
         row[...] = _resized(image, (size, size)).transpose(2, 0, 1)
@@ -138,13 +138,13 @@ def resize_all(images: Iterable[NDArray[np.uint8]], number: int, size: int) -> N
 def resize_all_once(
     files: Sequence[Path], images: Iterable[NDArray[np.uint8]], names: Sequence[str], size: int
 ) -> NDArray[np.uint8]:
-    """Return `resize_all` of images in files, cached in the user's cache folder until one of the files changes.
+    """Return the result of `resize_all` for images in files. It is cached in the user's cache until a file changes.
 
     Args:
-        files: Files that contain the images. Path, size and modification time of each file are part of the cache key.
+        files: Files that contain the images. The cache key contains the path, size and modification time of each file.
         images: Images of shape (height, width, 3).
-        names: One name per image. The names are part of the cache key, so that other images of the same files have
-            another cache file.
+        names: One name per image. The cache key contains the names, so that different images from the same files have
+            different cache files.
         size: Height and width in pixels.
     """
     digest = hashlib.sha256("\n".join(names).encode())
@@ -171,17 +171,17 @@ def photo_dataset(
     test: NDArray[np.bool_] | None = None,
     group: NDArray[Any] | None = None,
 ) -> ArrayDataset:
-    """Return photographs of shape (n, 3, height, width) as a dataset of pixels with mean and deviation per channel.
+    """Return photographs of shape (n, 3, height, width) as a dataset of pixels, with mean and deviation per channel.
 
     Args:
         pixels: Photographs, uint8.
         y: Labels, shape (n,).
         classes: Names of the classes, in the order of the labels.
-        normalize: ``"imagenet"``: scale to 0..1, subtract the mean of ImageNet's channels, and divide by their standard
-            deviation. ``"channel"``: use the mean and deviation of these images without the test set. ``"none"``: only
-            scale to 0..1. A constant channel is only centered.
-        test: Whether each photograph belongs to the official test set, shape (n,). None: no test set.
-        group: Natural domain of each photograph, shape (n,). None: no domains.
+        normalize: ``"imagenet"`` scales pixels to 0..1, subtracts the mean of ImageNet's channels, and divides by the
+            standard deviation of ImageNet's channels. ``"channel"`` uses the mean and deviation of these images without
+            the test set. A constant channel is only centered. ``"none"`` only scales to 0..1.
+        test: Whether each photograph belongs to the official test set, shape (n,). None if there is no test set.
+        group: Natural domain of each photograph, shape (n,). None if there are no domains.
     """
     if normalize == "channel":
         train_pixels = pixels if test is None or test.all() else pixels[~test]

@@ -40,16 +40,16 @@ MD5 = {
 def load_cifar100(root: str | Path | None = None, size: int = 32, normalize: Scale = "imagenet") -> ArrayDataset:
     """Load CIFAR-100: photographs of 100 classes in 20 superclasses, 32 x 32 pixels.
 
-    Krizhevsky 2009, "Learning multiple layers of features from tiny images", University of Toronto. The original folder
-    ``cifar-100-python`` with the pickles ``train``, ``test`` and ``meta`` is read. The pickles are read without calling
-    any function that they name.
+    The dataset is from Krizhevsky 2009, "Learning multiple layers of features from tiny images", University of Toronto.
+    The loader reads the original folder ``cifar-100-python`` with the pickles ``train``, ``test`` and ``meta``. No
+    function that a pickle names is called.
 
-    All images are loaded: the training set, then the publishers' test set. The complete set has 60000 images.
+    All images are loaded: first the training set, then the publishers' test set. Together, they have 60000 images.
 
     Args:
-        root: Folder that contains the datasets. Default: see `data_root`.
-        size: Height and width in pixels, to which the images are resized.
-        normalize: Normalization, see `lightning_fcl.data.datasets.images.photo_dataset`.
+        root: Folder that contains the datasets. For the default, see `data_root`.
+        size: Height and width in pixels to which the images are resized.
+        normalize: Normalization of pixels. See `lightning_fcl.data.datasets.images.photo_dataset`.
 
     Returns:
         A dataset with `x` of shape (n, 3, size, size).
@@ -62,7 +62,7 @@ def load_cifar100(root: str | Path | None = None, size: int = 32, normalize: Sca
 def read_images(
     folder: Path, size: int
 ) -> tuple[NDArray[np.uint8], dict[str, NDArray[np.int64]], dict[str, tuple[str, ...]], NDArray[np.bool_]]:
-    """Return the images, the fine and coarse labels, the names of both, and whether each image is a test image."""
+    """Return the images, labels, class names, and a test mask. Labels and names are dicts with "fine" and "coarse"."""
     contents = []
     for name, digest in MD5.items():
         path = folder / name
@@ -83,8 +83,8 @@ def read_images(
 
 _FC100 = SOURCES["fc100"]
 
-# Split of the authors' code, which numbers the superclasses: 1, 2, 3, 4, 5, 6, 9, 10, 15, 17, 18 and 19 for training,
-# 8, 11, 13 and 16 for validation, 0, 7, 12 and 14 for testing.
+# The split in the authors' code. By their numbers, superclasses 1, 2, 3, 4, 5, 6, 9, 10, 15, 17, 18 and 19 are for
+# training, 8, 11, 13 and 16 for validation, and 0, 7, 12 and 14 for testing.
 SUPERCLASSES = (
     *("fish", "flowers", "food_containers", "fruit_and_vegetables", "household_electrical_devices"),
     *("household_furniture", "large_man-made_outdoor_things", "large_natural_outdoor_scenes", "reptiles", "trees"),
@@ -97,18 +97,18 @@ SUPERCLASSES = (
 def load_fc100(root: str | Path | None = None, size: int = 32, normalize: Scale = "imagenet") -> ArrayDataset:
     """Load FC100 (Fewshot-CIFAR100): the images of CIFAR-100, with the classes grouped by superclass.
 
-    Oreshkin et al. 2018, "TADAM: task dependent adaptive metric for improved few-shot learning", NeurIPS. The paper
-    uses 12 superclasses for training, 4 for validation and 4 for testing, so that the parts share little. The files of
-    CIFAR-100 are read.
+    The split is from Oreshkin et al. 2018, "TADAM: task dependent adaptive metric for improved few-shot learning",
+    NeurIPS. The paper uses 12 superclasses for training, 4 for validation and 4 for testing, so that the classes of
+    different parts are not similar. The loader reads the files of CIFAR-100.
 
-    The classes are in the order of the split, superclass by superclass. In the paper, the split divides classes for
-    few-shot learning. Here, each class has the training and test images of CIFAR-100, as in the continual stream over
-    all 100 classes of Zuo et al. 2024. Each block of ten consecutive classes contains two superclasses.
+    The classes are in the order of the split, superclass by superclass. In the paper, different parts have different
+    classes, for few-shot learning. Here, each class has the training and test images of CIFAR-100, as in the continual
+    stream of all 100 classes in Zuo et al. 2024. Each block of ten consecutive classes contains two superclasses.
 
     Args:
-        root: Folder that contains the datasets. Default: see `data_root`.
-        size: Height and width in pixels, to which the images are resized.
-        normalize: Normalization, see `lightning_fcl.data.datasets.images.photo_dataset`.
+        root: Folder that contains the datasets. For the default, see `data_root`.
+        size: Height and width in pixels to which the images are resized.
+        normalize: Normalization of pixels. See `lightning_fcl.data.datasets.images.photo_dataset`.
 
     Returns:
         A dataset with `x` of shape (n, 3, size, size).
@@ -123,25 +123,26 @@ def load_fc100(root: str | Path | None = None, size: int = 32, normalize: Scale 
 
 _TINY_IMAGENET = SOURCES["tinyimagenet"]
 
-# Pixels, labels, whether each image is a test image, and names of the classes.
+# Images, labels, mask of the test images, and names of the classes.
 _Photographs = tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.bool_], tuple[str, ...]]
 
 
 def load_tinyimagenet(root: str | Path | None = None, size: int = 32, normalize: Scale = "imagenet") -> ArrayDataset:
     """Load TinyImageNet: photographs of 200 classes of ImageNet, 64 x 64 pixels.
 
-    Le and Yang 2015, "Tiny ImageNet visual recognition challenge", Stanford CS 231N. Two layouts are read, in this
-    order: the original folder ``tiny-imagenet-200``, and ``tinyimagenet32/100classes.npz`` with 100 of the classes at
-    32 x 32 and 120 training images per class. The original test set has no labels, so the publishers' validation set is
-    used as the official test set.
+    The dataset is from Le and Yang 2015, "Tiny ImageNet visual recognition challenge", Stanford CS 231N. Two layouts
+    are supported. The loader first looks for the original folder ``tiny-imagenet-200``, and then for
+    ``tinyimagenet32/100classes.npz``. The npz file has 100 of the classes, at 32 x 32 pixels and with 120 training
+    images per class. The original test set has no labels. Therefore, the publishers' validation set is the official
+    test set.
 
-    All labeled images are loaded: the training images by class, then the validation set. The classes are in the order
-    of their WordNet ids. The complete set has 110000 images, the npz file 17000.
+    All labeled images are loaded: first the training images by class, then the validation set. The classes are in the
+    order of their WordNet ids. The complete set has 110000 images, and the npz file has 17000 images.
 
     Args:
-        root: Folder that contains the datasets. Default: see `data_root`.
-        size: Height and width in pixels, to which the images are resized.
-        normalize: Normalization, see `lightning_fcl.data.datasets.images.photo_dataset`.
+        root: Folder that contains the datasets. For the default, see `data_root`.
+        size: Height and width in pixels to which the images are resized.
+        normalize: Normalization of pixels. See `lightning_fcl.data.datasets.images.photo_dataset`.
 
     Returns:
         A dataset with `x` of shape (n, 3, size, size).
@@ -183,13 +184,13 @@ def _tiny_from_folder(folder: Path, size: int) -> _Photographs:
 
 
 def read_words(path: Path) -> dict[str, str]:
-    """Return the names by WordNet id, from a file with one id and its names per line."""
+    """Read a file with one WordNet id and its names per line. Return the names by WordNet id."""
     parts = (line.partition("\t") for line in read_lines(path, _TINY_IMAGENET.remedy))
     return {wnid: names for wnid, _, names in parts}
 
 
 def first_names(wnids: Sequence[str], words: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the first name of each class. If several classes have the same name, append the WordNet id."""
+    """Return the first name of each class. If several classes have the same name, append their WordNet ids."""
     first = [words.get(wnid, "").split(",")[0].strip() or wnid for wnid in wnids]
     return tuple(
         name if first.count(name) == 1 else f"{name} ({wnid})" for name, wnid in zip(first, wnids, strict=True)
@@ -221,26 +222,28 @@ _REMEDY = "Delete this copy and get the files again."
 
 
 def load_miniimagenet(root: str | Path | None = None, size: int = 32, normalize: Scale = "imagenet") -> ArrayDataset:
-    """Load MiniImageNet: photographs of 100 classes of ImageNet, 600 of each.
+    """Load MiniImageNet: photographs of 100 classes of ImageNet, with 600 images per class.
 
-    Vinyals et al. 2016, "Matching networks for one shot learning", NeurIPS, with the classes and images of Ravi and
-    Larochelle 2017, "Optimization as a model for few-shot learning", ICLR. Four layouts are read, in this order:
+    The dataset is from Vinyals et al. 2016, "Matching networks for one shot learning", NeurIPS. Its classes and images
+    are those of Ravi and Larochelle 2017, "Optimization as a model for few-shot learning", ICLR. Four layouts are
+    supported. The loader looks for them in this order:
 
     1. ``new_train.csv`` and ``new_val.csv`` of Zuo et al. 2024, with the images in ``images``. The lists name 480
        training and 120 test images of each class.
     2. ``train.csv``, ``val.csv`` and ``test.csv`` of Ravi and Larochelle, with the images in ``images``. The lists name
        the images of 64, 16 and 20 classes.
     3. A folder of images for each class.
-    4. ``miniimagenet64/images.npz``: all images at 64 x 64, with the 480 and 120 images of Zuo et al. 2024.
+    4. ``miniimagenet64/images.npz`` with all images at 64 x 64 pixels. Its training and test images are those of Zuo et
+       al. 2024.
 
-    The images of all classes are loaded, in any original size. The classes are in the order of their WordNet ids.
-    Layouts 1 and 4 have an official test set, the 120 images per class. Resized pixels are cached in the user's cache
-    folder.
+    The images of all classes are loaded. They can have any original size. The classes are in the order of their WordNet
+    ids. Layouts 1 and 4 have an official test set of 120 images per class. Resized pixels are cached in the user's
+    cache folder.
 
     Args:
-        root: Folder that contains the datasets. Default: see `data_root`.
+        root: Folder that contains the datasets. For the default, see `data_root`.
         size: Height and width in pixels. Images of any aspect ratio are resized to this square.
-        normalize: Normalization, see `lightning_fcl.data.datasets.images.photo_dataset`.
+        normalize: Normalization of pixels. See `lightning_fcl.data.datasets.images.photo_dataset`.
 
     Returns:
         A dataset with `x` of shape (n, 3, size, size).
@@ -256,7 +259,7 @@ def load_miniimagenet(root: str | Path | None = None, size: int = 32, normalize:
             rows, test = [*train, *tests], np.repeat([False, True], [len(train), len(tests)])
         elif layout == "lists and images":
             rows = [row for name in _LISTS for row in _listed(source_path / name)]
-        else:  # One folder per class, or one folder per part (such as `train`) with one folder per class.
+        else:  # one folder per class, or a folder such as `train` that contains one folder per class
             image_paths = sorted([*source_path.glob("n*/*.*"), *source_path.glob("*/n*/*.*")])
             class_paths = [path for path in image_paths if re.fullmatch(r"n\d{8}", path.parent.name)]
             rows = [(path, path.parent.name) for path in class_paths if path.suffix.lower() in (".jpg", ".jpeg")]
@@ -266,7 +269,7 @@ def load_miniimagenet(root: str | Path | None = None, size: int = 32, normalize:
     ids = sorted({*wnids})
     number = {wnid: i for i, wnid in enumerate(ids)}
     y = np.array([number[wnid] for wnid in wnids])
-    # timm contains the names of ImageNet's classes. The package is only located, because its import takes seconds.
+    # timm contains the names of ImageNet's classes. The package is not imported, because its import takes seconds.
     timm = importlib.util.find_spec("timm")
     words = {}
     if timm and timm.origin:
@@ -275,7 +278,7 @@ def load_miniimagenet(root: str | Path | None = None, size: int = 32, normalize:
 
 
 def _mini_from_npz(path: Path) -> tuple[list[str], NDArray[np.bool_], Iterator[NDArray[np.uint8]]]:
-    """Return the WordNet id of each image, whether each image is a test image, and the images."""
+    """Return the WordNet id of each image, a mask of the test images, and the images, in this order."""
     spec: dict[str, tuple[str, tuple[int | str, ...]]] = {
         "webp": ("pixels", ("bytes",)),
         "offsets": ("iu", ("bounds",)),
@@ -302,7 +305,7 @@ def _mini_from_npz(path: Path) -> tuple[list[str], NDArray[np.bool_], Iterator[N
 
 
 def _listed(path: Path) -> list[tuple[Path, str]]:
-    """Return path and WordNet id of each image in a list. The first line of the list is the heading."""
+    """Return pairs (path, WordNet id), one for each image in a list. The first line of the list is the header."""
     heading, *rest = read_lines(path, _REMEDY)
     rows = [line.partition(",")[::2] for line in rest]
     with as_file_error(
@@ -333,21 +336,22 @@ def load_core50(
 ) -> ArrayDataset:
     """Load CORe50: fifty hand-held objects, filmed in eleven sessions with different backgrounds.
 
-    Lomonaco and Maltoni 2017, "CORe50: a new dataset and benchmark for continuous object recognition", CoRL. The
-    original folder ``core50_128x128`` is read, or the smaller ``core50_32x32`` of the same layout. The path of an image
-    is ``s<session>/o<object>/C_<session>_<object>_<frame>.png``. Sessions 3, 7 and 10 are the publishers' test set.
+    The dataset is from Lomonaco and Maltoni 2017, "CORe50: a new dataset and benchmark for continuous object
+    recognition", CoRL. The loader reads the original folder ``core50_128x128``, or the smaller ``core50_32x32``, which
+    has the same layout. The path of an image is ``s<session>/o<object>/C_<session>_<object>_<frame>.png``. Sessions 3,
+    7 and 10 are the publishers' test set.
 
     All frames are loaded, session by session and object by object. The frames of one object in one session are a video
-    of 20 frames per second. Neighboring frames are nearly identical, so a random test set of single frames measures
-    little more than memorization.
+    of 20 frames per second. Neighboring frames are nearly identical. Therefore, a test set of random frames mostly
+    measures memorization.
 
     Args:
-        root: Folder that contains the datasets. Default: see `data_root`.
-        size: Height and width in pixels, to which the frames are resized. All 164866 frames at 128 x 128 take 8 GB of
-            memory and some minutes to read.
-        normalize: Normalization, see `lightning_fcl.data.datasets.images.photo_dataset`.
-        by_session: Whether an object is a different class in each session. This gives 550 classes, ordered by session,
-            so that each block of 50 classes is one session. This is this project's reading of the 11 tasks of 50
+        root: Folder that contains the datasets. For the default, see `data_root`.
+        size: Height and width in pixels to which the frames are resized. At 128 x 128 pixels, all 164866 frames need
+            8 GB of memory, and reading them takes some minutes.
+        normalize: Normalization of pixels. See `lightning_fcl.data.datasets.images.photo_dataset`.
+        by_session: Whether an object is a different class in each session. If True, there are 550 classes, ordered by
+            session, so that each block of 50 classes is one session. This is an interpretation of the 11 tasks of 50
             classes in Zuo et al. 2024. The dataset then has no official test set, because the classes of test sessions
             would have no training images.
 

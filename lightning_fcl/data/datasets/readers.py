@@ -1,4 +1,4 @@
-"""Sources of the datasets, and readers of their files that apply size limits and checks and run no code from files."""
+"""Sources of the datasets, and functions that read dataset files with checks and limits, and without running code."""
 
 import math
 import mmap
@@ -36,20 +36,20 @@ ArraySpec = Mapping[str, tuple[str, tuple[int | str, ...]]]
 _CONTENTS = {"f": "floats", "iu": "integers", "biu": "integers", "iuf": "numbers", "U": "text", "pixels": "images"}
 _CONTENTS |= {"iuU": "integers or text", "biufU": "numbers or text"}
 _HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
-# Limit for the header of an array, in characters. Headers of arrays of numbers or text have about 100.
+# Maximum length of an array's header, in characters. Headers of arrays of numbers or text have about 100 characters.
 _HEADER = 1000
 
 MAX_TEXT_LENGTH = 40
-"""Upper limit of memory bytes per byte of text.
+"""Upper limit for the memory that text needs after parsing, in bytes per byte of text.
 
-A line of one digit has two bytes of text. In memory it takes a string of 64 bytes, and 9 bytes for references.
+A line of one digit is two bytes of text. In memory, it needs a string of 64 bytes, and 9 bytes for references.
 """
 
 
 def read_arrays(path: Path, names: Iterable[str], remedy: str = REDOWNLOAD_HINT) -> dict[str, NDArray[Any]]:
-    """Return the named arrays that an npz file contains. Missing names are left out.
+    """Return the arrays with the given names from an npz file. Names that the file does not contain are left out.
 
-    Only arrays of numbers and text are read, and their checksums are compared. The sizes of the file and of each array
+    Only arrays of numbers and text are read, and their checksums are verified. The sizes of the file and of each array
     are checked before memory is allocated.
 
     Raises:
@@ -67,7 +67,7 @@ def read_arrays(path: Path, names: Iterable[str], remedy: str = REDOWNLOAD_HINT)
             name = member.filename.removesuffix(".npy")
             check(name not in members, f"two members with the name {name!r}")
             members[name] = member
-        # Opening a member compares its two entries in the zip file. A member could be hidden in a comment.
+        # Opening a member checks that its two entries in the zip file agree. A comment could hide other members.
         for member in archive.infolist():
             check(not member.comment, f"a comment on {member.filename}, which may contain other members")
             archive.open(member).close()
@@ -76,31 +76,31 @@ def read_arrays(path: Path, names: Iterable[str], remedy: str = REDOWNLOAD_HINT)
             with archive.open(member := members[name]) as file:
                 shape, _, dtype = _HEADERS[npy.read_magic(file)](file, max_header_size=_HEADER)
                 size = math.prod(shape) * dtype.itemsize
-                # Without the second condition, an array of 0 bytes could have any number of elements.
+                # Without the second condition, an array of 0 bytes could declare any number of elements.
                 fits = size + file.tell() == member.file_size and (size or shape[:1] == (0,))
                 description = f"{dtype} of shape {shape} in the {member.file_size} bytes of {member.filename}"
                 check(not dtype.hasobject, f"objects in {member.filename} instead of numbers or text")
                 check(fits, description)
                 file.seek(0)
                 arrays[name] = npy.read_array(file, allow_pickle=False)
-                # The checksum is compared when the end of the member is reached.
+                # `zipfile` verifies the checksum at the end of the member.
                 file.read()
         return arrays
 
 
 def read_npz(path: Path, spec: ArraySpec, remedy: str = REDOWNLOAD_HINT) -> dict[str, NDArray[Any]]:
-    """Return arrays of an npz file, read by `read_arrays`, if they have the specified kinds and shapes.
+    """Return the arrays of an npz file, and check their kinds and shapes. See `read_arrays` for the reading.
 
     Args:
         path: The npz file.
-        spec: For each array, its kinds and its shape. Kinds are letters of `numpy.dtype.kind`, or "pixels" for at least
-            one uint8 image. A size in a shape is a number or a name. Sizes with the same name must be equal.
-            `ANY_SIZE` at the end of a shape allows any further axes.
-        remedy: Hint of the errors.
+        spec: The kinds and the shape of each array, by name. Kinds are letters of `numpy.dtype.kind`, or "pixels" for
+            at least one uint8 image. A size in a shape is a number or a name. Sizes with the same name must be equal.
+            `ANY_SIZE` at the end of a shape allows any number of further axes.
+        remedy: Hint for errors.
 
     Raises:
         MissingFileError: If there is no file.
-        InvalidValueError: If an array is missing, or has another kind or shape.
+        InvalidValueError: If an array is missing, or has a wrong kind or shape.
     """
     arrays = read_arrays(path, spec, remedy)
     if missing := [name for name in spec if name not in arrays]:
@@ -112,7 +112,7 @@ def read_npz(path: Path, spec: ArraySpec, remedy: str = REDOWNLOAD_HINT) -> dict
 def check_arrays(
     path: Path, arrays: Mapping[str, NDArray[Any]], spec: ArraySpec, remedy: str = REDOWNLOAD_HINT
 ) -> None:
-    """Raise InvalidValueError if an array has another kind or shape than specified. See `read_npz` for ``spec``."""
+    """Raise InvalidValueError if an array has a different kind or shape than specified. See `read_npz` for ``spec``."""
     sizes: dict[int | str, int] = {}
     for name, (kinds, shape) in spec.items():
         actual_shape, dtype = arrays[name].shape, arrays[name].dtype
@@ -164,24 +164,24 @@ def read_lines(path: Path, remedy: str) -> list[str]:
 
 
 def numbered_paths(folder: Path, pattern: str) -> list[Path]:
-    """Return the paths in a folder whose names match a pattern, sorted by the number in the pattern's group."""
+    """Return the paths in a folder whose names match a pattern, sorted by the number in the pattern's first group."""
     matches = {path: re.fullmatch(pattern, path.name) for path in folder.glob("*")}
     return [path for _, path in sorted((int(match[1]), path) for path, match in matches.items() if match)]
 
 
-# Restricted reading of pickled arrays, without any call.
+# Reading of arrays from pickles, without calling any function that a pickle names.
 
 _ADMITTED = {(f"numpy.{core}.multiarray", name) for core in ("core", "_core") for name in ("_reconstruct", "scalar")}
 _ADMITTED |= {("numpy", "ndarray"), ("numpy", "dtype"), ("_codecs", "encode")}
 _NUMBERS = {
     f"{kind}{size}" for kind, sizes in {"b": "1", "i": "1248", "u": "1248", "f": "248"}.items() for size in sizes
 }
-# Upper limit of bytes that an opcode allocates in addition to its argument: the size of an empty set.
+# Upper limit for the bytes that an opcode allocates in addition to its argument. An empty set needs the most bytes.
 _OBJECT = 256
 
 
 class _Call:
-    """Record of a call that a pickle requests, with the state that the pickle sets on its result. Never executed."""
+    """Record of a call that a pickle requests, and of the state for its result. The call is never executed."""
 
     def __init__(self, name: str, *args: Any) -> None:
         self.name = name
@@ -193,7 +193,7 @@ class _Call:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickler that resolves no global. It records the calls that arrays need, and rejects all other calls."""
+    """Unpickler that imports nothing. It records the calls that arrays need, and rejects all other calls."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ADMITTED:
@@ -205,17 +205,18 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_restricted_pickle(path: Path, remedy: str = REDOWNLOAD_HINT) -> Any:
-    """Return the content of a pickle: numbers, strings, lists, dicts, and records that `array_from_pickle` converts.
+    """Return the content of a pickle. `array_from_pickle` converts the records of arrays in it to NumPy arrays.
 
-    No function that the file names is called. Strings of Python 2 are decoded as Latin-1, in which NumPy stores bytes.
+    The content can have numbers, strings, lists and dicts. No function that the file names is called. Strings of Python
+    2 are decoded as Latin-1, because NumPy stored bytes in such strings.
 
     Raises:
         MissingFileError: If there is no file.
-        DamagedFileError: If the file is damaged, too large, or requests other calls than NumPy arrays need.
+        DamagedFileError: If the file is damaged or too large, or requests calls that NumPy arrays do not need.
     """
     with as_file_error(path, "to be a complete pickle of numbers", remedy), open_file(path) as file:
         check(size := os.fstat(file.fileno()).st_size, "an empty file")
-        # mmap bounds every read to the file size.
+        # Reads from a memory map cannot exceed the size of the file.
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             for number, (opcode, value, position) in enumerate(pickletools.genops(cast(IO[bytes], content))):
                 if not number % 1000:
@@ -228,7 +229,7 @@ def read_restricted_pickle(path: Path, remedy: str = REDOWNLOAD_HINT) -> Any:
 
 
 def array_from_pickle(value: Any) -> NDArray[Any]:
-    """Return a NumPy array from its record in a pickle, see `read_restricted_pickle`."""
+    """Convert the record of an array in a pickle to a NumPy array. See `read_restricted_pickle`."""
     if not isinstance(value, _Call) or value.name != "_reconstruct" or not value.state:
         raise ValueError(f"{str(value)[:40]!r} instead of an array")
     _, shape, dtype, fortran, content = value.state

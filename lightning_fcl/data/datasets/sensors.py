@@ -1,4 +1,4 @@
-"""Datasets of wearable sensors: UCI HAR (phone at the waist) and WESAD (devices at chest and wrist)."""
+"""Datasets of wearable sensors: UCI HAR (a phone at the waist) and WESAD (devices at the chest and the wrist)."""
 
 import io
 import os
@@ -39,7 +39,7 @@ _INNER = "UCI HAR Dataset.zip"
 _UCI_HAR = SOURCES["ucihar"]
 
 # The sensors, in the order of inertial.npz. Each value contains the name prefix of the original files, the unit, and
-# the largest absolute value of the sensor.
+# the largest absolute value that the sensor can measure.
 SENSORS = {
     "body_acc": ("body_acc", "g", 4.0),
     "gyro": ("body_gyro", "rad/s", 35.0),
@@ -57,23 +57,25 @@ def load_ucihar(
 ) -> ArrayDataset:
     """Load UCI HAR: six activities of 30 people with a phone at the waist, in windows of 128 steps at 50 Hz.
 
-    Anguita et al. 2013, "A public domain dataset for human activity recognition using smartphones", ESANN. Windows last
-    2.56 s and overlap by half, so neighboring windows of one person share samples. Three layouts are read, in this
-    order: ``inertial.npz``, the folder ``UCI HAR Dataset``, and the official zip file (also inside the outer zip file
-    that UCI provides now).
+    The dataset is from Anguita et al. 2013, "A public domain dataset for human activity recognition using smartphones",
+    ESANN. Each window lasts 2.56 s. Windows overlap by half, so neighboring windows of one person share time steps.
+    Three layouts are supported. The loader first looks for ``inertial.npz``, then for the folder ``UCI HAR Dataset``,
+    and then for the official zip file. The zip file can also be inside the outer zip file that UCI now provides.
 
-    All windows are loaded: the publishers' training set, then their test set. The z-score uses mean and standard
-    deviation over *all* samples, including the test set. This is this project's reading of Usmanova et al. 2021, whose
-    paper does not state its scaling. For a strict split, pass ``standardize=None`` and scale with the statistics of the
-    training clients. A constant sensor or channel is only centered.
+    All windows are loaded: first the publishers' training set, then their test set. The z-score uses the mean and the
+    standard deviation of *all* samples, including the test set. This is an interpretation of Usmanova et al. 2021,
+    because that paper does not describe its scaling. For a strict split, pass ``standardize=None`` and scale with the
+    statistics of the training clients. A constant sensor or channel is only centered.
 
     Args:
-        root: Folder that contains the datasets. Default: see `data_root`.
-        sensors: Sensors, with the channels x, y and z each, in this order: ``"total_acc"`` (with gravity) and
-            ``"body_acc"`` (without) in units of standard gravity, ``"gyro"`` in rad/s.
-        standardize: ``"sensor"``: z-score with one mean and one standard deviation for the three axes of a sensor.
-            ``"channel"``: z-score for each axis. None: no scaling.
-        time_first: Whether windows have shape (128, channels), as for recurrent networks, instead of (channels, 128).
+        root: Folder that contains the datasets. For the default, see `data_root`.
+        sensors: Names of sensors in the order of the channels. Each sensor has the channels x, y and z.
+            ``"total_acc"`` is the acceleration with gravity, and ``"body_acc"`` without gravity, both in units of
+            standard gravity. ``"gyro"`` is in rad/s.
+        standardize: ``"sensor"`` computes z-scores with one mean and one standard deviation for the three axes of a
+            sensor. ``"channel"`` computes a z-score for each axis. None does not scale.
+        time_first: Whether windows have shape (128, channels), as for recurrent networks. If False, the shape is
+            (channels, 128).
 
     Returns:
         A dataset with `x` of shape (n, channels, 128) or (n, 128, channels). `client_ids` are the subject numbers, 1 to
@@ -113,7 +115,7 @@ def _from_npz(path: Path, sensors: Sequence[str]) -> ArrayDataset:
 
 
 def _inside(path: Path) -> Path:
-    """Return the dataset's folder inside a zip file, or inside the zip file that the zip file contains."""
+    """Return the dataset's folder inside a zip file. The zip file can be inside another zip file."""
     with as_file_error(path, "to be a valid zip file", _UCI_HAR.remedy):
         file = open_file(path)
         check_size(size := os.fstat(file.fileno()).st_size)
@@ -122,7 +124,7 @@ def _inside(path: Path) -> Path:
         for name in archive.namelist():
             if PurePosixPath(name).name == _INNER:
                 archive = zipfile.ZipFile(io.BytesIO(archive.read(name)))
-                # Error messages contain this name.
+                # Error messages contain this path.
                 archive.filename = f"{path}/{name}"
                 check_members(archive, size)
                 break
@@ -150,10 +152,10 @@ def _from_text(folder: Path, sensors: Sequence[str]) -> ArrayDataset:
 def _rows(
     path: Path, columns: int, number: int | None = None, allowed_values: range | None = None, dtype: type = np.float32
 ) -> NDArray[Any]:
-    """Return the rows of a text file. Raise DamagedFileError if their number, length or values are not as expected."""
+    """Return the rows of a text file. Raise DamagedFileError if their number, their length or a value is wrong."""
     lines = f"to have {columns} {allowed_values or 'values'} in each of {number or 'its'} lines"
     with as_file_error(path, lines, _UCI_HAR.remedy):
-        # The path is a `zipfile.Path` if the file is in a zip file.
+        # For a file in a zip file, the path is a `zipfile.Path`.
         content = read_bytes(path) if isinstance(path, Path) else path.read_bytes()
         check_size(MAX_TEXT_LENGTH * len(content))
         check(content.strip(), "an empty file")
@@ -167,7 +169,7 @@ def _rows(
 _WESAD = SOURCES["wesad"]
 
 _CONDITIONS = ("baseline", "stress", "amusement", "meditation")
-# Sampling rates in Hz and numbers of channels of the wristband, an Empatica E4. Its acceleration is in units of 1/64 g.
+# Sampling rates in Hz and numbers of channels of the wristband, an Empatica E4. Acceleration is in units of 1/64 g.
 _WRIST_RATES = {"ACC": 32, "BVP": 64, "EDA": 4, "TEMP": 4}
 _WRIST = {"ACC": 3, "BVP": 1, "EDA": 1, "TEMP": 1}
 _CHEST = {"ACC": 3, "ECG": 1, "EMG": 1, "EDA": 1, "Temp": 1, "Resp": 1}
@@ -203,23 +205,25 @@ def load_wesad(
 ) -> ArrayDataset:
     """Load WESAD: four conditions (baseline, stress, amusement, meditation) of 15 people, from one of two devices.
 
-    Schmidt et al. 2018, "Introducing WESAD, a multimodal dataset for wearable stress and affect detection", ICMI. Three
-    layouts are read, in this order: the publishers' synchronized pickles ``S2/S2.pkl``, and two layouts of the wrist
-    device only, ``wesad_wrist/streams/S2.npz`` and ``wesad_wrist/windows_10s.npz``.
+    The dataset is from Schmidt et al. 2018, "Introducing WESAD, a multimodal dataset for wearable stress and affect
+    detection", ICMI. Three layouts are supported. The loader first looks for the publishers' synchronized pickles
+    ``S2/S2.pkl``. Then it looks for two layouts that only have the wrist device: ``wesad_wrist/streams/S2.npz`` and
+    ``wesad_wrist/windows_10s.npz``.
 
-    The labeled signals of one device are loaded as chunks that do not overlap. Each chunk lies within one uninterrupted
+    The labeled signals of one device are loaded as chunks that do not overlap. Each chunk is part of one uninterrupted
     stretch of one condition. The incomplete chunk at the end of a stretch is dropped. The chunks of each subject are in
-    time order. The papers use the chest device with ``chunk=700`` (De Caro et al. 2023) and ``chunk=350`` (Bacciu et
-    al. 2021).
+    time order. Two papers use the chest device: De Caro et al. 2023 with ``chunk=700``, and Bacciu et al. 2021 with
+    ``chunk=350``.
 
     Args:
-        root: Folder that contains the datasets. Default: see `data_root`.
-        device: ``"wrist"``: acceleration xyz (g), blood volume pulse, skin conductance and temperature at 32 Hz. Two
-            samples of the pulse are averaged, and values of the slower signals are repeated. ``"chest"``: acceleration
-            xyz, ECG, EMG, skin conductance, temperature and respiration at 700 Hz, from the pickles only.
-        chunk: Time steps per chunk. For ``windows_10s.npz``, it must divide 320.
-        normalize: Scaling of each subject, see `lightning_fcl.data.datasets.time_series.chunk_recordings`. The papers
-            use ``"user"``.
+        root: Folder that contains the datasets. For the default, see `data_root`.
+        device: ``"wrist"`` returns acceleration xyz (g), blood volume pulse, skin conductance and temperature at 32 Hz.
+            Each pulse value is the mean of two samples, and values of the slower signals are repeated. ``"chest"``
+            returns acceleration xyz, ECG, EMG, skin conductance, temperature and respiration at 700 Hz. The chest
+            device requires the pickles.
+        chunk: Number of time steps per chunk. For ``windows_10s.npz``, it must divide 320.
+        normalize: Scaling for each subject. See `lightning_fcl.data.datasets.time_series.chunk_recordings`. The two
+            papers use ``"user"``.
 
     Returns:
         A dataset with `x` of shape (n, chunk, features). `client_ids` are the subject numbers, 2 to 17.
@@ -286,7 +290,7 @@ def _recordings(layout: str, folder: Path, device: str, chunk: int) -> Iterator[
 def _at_32_hz(
     signals: Mapping[str, NDArray[Any]], label: NDArray[Any], rate: int
 ) -> tuple[NDArray[np.float32], NDArray[Any]]:
-    """Return acceleration (g), pulse, skin conductance and temperature, shape (t, 6), and the label at each step."""
+    """Return the signals, shape (t, 6), and the labels, shape (t,). Signals: acceleration (g), pulse, skin, temperature."""
     seconds = {name: len(signals[name]) / own for name, own in _WRIST_RATES.items()} | {"label": len(label) / rate}
     durations = ", ".join(f"{length:.1f} s of `{name}`" for name, length in seconds.items())
     check(max(seconds.values()) - min(seconds.values()) <= 1, f"{durations}, as if truncated")

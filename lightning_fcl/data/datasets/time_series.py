@@ -1,4 +1,4 @@
-"""Conversion of time series to samples: chunks within stretches of one label, scaled per owner."""
+"""Conversion of time series to samples. Each sample is a chunk with one label, and can be scaled per recording."""
 
 import itertools
 import warnings
@@ -19,13 +19,13 @@ Scale = Literal["user", "none"]
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """Recording of one person by one device: series of one label each, shape ``(t, features)``, in time order.
+    """Recording of one person by one device. It consists of stretches with one label each, in time order.
 
     Args:
         client_id: Name or number of the person.
-        stretches: Series and labels, in time order.
-        name: Name of person and device in messages.
-        group: Index of the device's domain. None: no domains.
+        stretches: Pairs (series, label) in time order. A series has shape ``(t, features)``.
+        name: Name of the person and the device for messages.
+        group: Index of the device's domain. None if there are no domains.
     """
 
     client_id: str | int
@@ -43,19 +43,19 @@ def chunk_recordings(
     longest: str,
     remedy: str = "Pass a smaller `chunk`.",
 ) -> ArrayDataset:
-    """Return recordings as a dataset of chunks, shape ``(n, chunk, features)``, each within one stretch.
+    """Return a dataset of chunks of recordings, shape ``(n, chunk, features)``. Each chunk is part of one stretch.
 
     The incomplete chunk at the end of a stretch is dropped.
 
     Args:
         recordings: The recordings. A recording without a complete chunk is left out with a warning.
-        chunk: Time steps per chunk.
-        normalize: ``"user"``: z-score of each feature over all chunks of a recording. Each value then depends on later
-            values, too. A constant feature is only centered. ``"none"``: no scaling.
+        chunk: Number of time steps per chunk.
+        normalize: ``"user"`` computes the z-score of each feature over all chunks of a recording. Each value then also
+            depends on later values. Features that are constant are only centered. ``"none"`` does not scale.
         classes: Names of the classes, in the order of the labels.
-        path: File or folder that messages name.
-        longest: Name of a stretch in messages.
-        remedy: Advice in the error if no recording has a complete chunk.
+        path: File or folder for messages.
+        longest: Name of a stretch for messages.
+        remedy: Hint of the error if no recording has a complete chunk.
 
     Raises:
         InvalidValueError: If no recording has a complete chunk.
@@ -93,7 +93,7 @@ def chunk_recordings(
 def series_measurement(
     chunk: int, normalize: Scale, sensors: Sequence[Sensor], rate: float | None
 ) -> Measurement | None:
-    """Return the measurement of chunks of some sensors, or None if there are no sensors. ``rate`` is in Hz."""
+    """Return the measurement for chunks of the given sensors, or None if there are no sensors. ``rate`` is in Hz."""
     if not sensors:
         return None
     shape, axes = (chunk, len(sensors)), ("time", "channel")
@@ -105,17 +105,17 @@ def series_measurement(
 def read_windows(
     path: Path, chunk: int, shape: tuple[int, int], columns: Mapping[str, str], remedy: str
 ) -> dict[str, NDArray[Any]]:
-    """Return the arrays of an npz file of windows, with ``X`` of shape (n, steps, features), float32.
+    """Return the arrays of an npz file of windows, by name. ``X`` has shape (n, steps, features) and type float32.
 
     Args:
         path: The npz file.
-        chunk: Time steps per chunk. It must divide the number of steps of a window.
+        chunk: Number of time steps per chunk. It must divide the number of steps of a window.
         shape: Number of features and number of steps of a window.
-        columns: Names and dtype kinds of further arrays of shape (n,).
-        remedy: Hint of the errors.
+        columns: Names and dtype kinds of additional arrays of shape (n,).
+        remedy: Hint for errors.
 
     Raises:
-        InvalidValueError: If ``chunk`` does not divide the number of steps, or if an array has another kind or shape.
+        InvalidValueError: If ``chunk`` does not divide the number of steps, or if an array has a wrong type or shape.
     """
     if shape[1] % chunk:
         raise InvalidValueError(
@@ -130,11 +130,11 @@ def read_windows(
 
 
 def label_ranges(labels: NDArray[np.int64], gaps: NDArray[np.bool_] | None = None) -> list[tuple[int, int]]:
-    """Return start and end index of each stretch of one label, in time order. The end index is exclusive.
+    """Return pairs (start, end) of indices for each stretch of one label, in time order. The end is exclusive.
 
     Args:
         labels: Labels in time order, shape ``(t,)``. A negative label means no label.
-        gaps: Whether there is a gap between each sample and the next, shape ``(t - 1,)``. None: no gaps.
+        gaps: Whether there is a gap between each sample and the next, shape ``(t - 1,)``. None means no gaps.
     """
     changes = np.diff(labels) != 0
     breaks = changes if gaps is None else changes | gaps
