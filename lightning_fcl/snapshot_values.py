@@ -30,7 +30,7 @@ LEFT_ALONE = (
     *("matplotlib.", "wandb.", "mlflow.", "comet_ml.", "neptune.", "clearml.", "tensorboard", "aim."),
     *("_pytest.", "pluggy."),
 )
-"""Prefixes of module names. Objects of classes in these modules are never inspected, for example loggers and threads."""
+"""Prefixes of module names. Objects of classes in these modules, such as loggers and threads, are never inspected."""
 
 _GONE = object()
 
@@ -184,7 +184,7 @@ class ContainerValue:
         if isinstance(self.value, list) and _same_items(current_content[: len(self.base)], self.base):
             yield Change(self.name, partial(self._gather, current_content), tuple, bool, grown=True)
         else:
-            # `redo` writes the changed content of a list again. Other values, such as tensors, keep the restored content.
+            # `redo` writes the changed content of a list again. Other values, such as tensors, stay restored.
             shown_content = current_content if isinstance(current_content, list) else self.base
             write = partial(self.kind.write, self.value)
             yield Change(

@@ -130,7 +130,7 @@ def samples_from_arrays(
     in_memory = not isinstance(x, Dataset) and (hasattr(x, "__array__") or isinstance(x, list))
     content: Tensor | Dataset[Any] = _tensor(x) if in_memory else to_dataset(x, "for `x`")
     size = len(content)  # type: ignore[arg-type]  # a map-style data set
-    # `ArrayDataset` checks floating-point samples, labels, owners and domains. Empty rows stand in for other samples.
+    # `ArrayDataset` checks floating-point samples, labels, owners and domains. Other samples are replaced by empty rows.
     checked = np.zeros((size, 0), np.float32)
     if isinstance(content, Tensor) and content.is_floating_point():
         checked = content.float().numpy()

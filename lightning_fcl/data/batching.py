@@ -25,7 +25,7 @@ Batch = Any
 """A batch in the form in which the dataset returns it: often ``[x, y]``, or any nesting of lists, dicts and tensors."""
 
 TakeFn = Callable[..., Any]
-"""Function that returns the samples at given indices. Its argument ``seed`` seeds all generators but the global ones."""
+"""Function that returns the samples at given indices. Its argument ``seed`` seeds all non-global generators."""
 
 Collate = Callable[[list[Any]], Any]
 IntArray = NDArray[np.int64]
@@ -75,7 +75,7 @@ def fetch(data: Any, rows: Sequence[int]) -> Any:
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """A request to read the samples of one batch. The random draws while reading depend only on ``seed`` and ``key``."""
+    """A request to read the samples of one batch. Random draws while reading depend only on ``seed`` and ``key``."""
 
     rows: NDArray[np.int64]
     seed: int
@@ -95,7 +95,7 @@ class BatchRequest:
         return cls(rows, seed, (client, round_idx, "data", *key_parts))
 
     def load(self, take: TakeFn) -> Any:
-        """Return the samples. They do not depend on earlier reads, and all random generators are restored afterwards."""
+        """Return the samples. Earlier reads do not change them. All random generators are restored afterwards."""
         with isolate_rng(include_cuda=torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
             seed_all(self.seed, *self.key)
             return take(self.rows, seed=derive_seed(self.seed, *self.key))
@@ -234,7 +234,7 @@ def plan_group_batches(
         batching: Settings of the batches.
         keys: Keys of the sample orders of the clients, see `order_keys`.
         num_replay_samples: Number of replay samples of each client, shape (clients,). Their indices follow the indices
-            of the client's own samples. Each replay sample is in one batch of every epoch. None means no replay samples.
+            of the client's own samples. Each replay sample is in one batch per epoch. None means no replay samples.
 
     Returns:
         The indices of the samples, shape (clients, steps, largest batch), padded with zeros. And the number of samples

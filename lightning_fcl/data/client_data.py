@@ -59,7 +59,7 @@ def check_shapes(clients: Mapping[Any, SplitDatasets], collate_fn: Collate) -> N
 
 
 def targets_of_clients(y: Any, clients: Mapping[Any, SplitDatasets]) -> dict[Any, dict[str, NDArray[Any]]]:
-    """Return the targets of each split of each client. Raise ValueError if ``y`` and the data have different clients."""
+    """Return the targets of each client and split. Raise ValueError if ``y`` and the data have different clients."""
     client_targets = y if isinstance(y, Mapping) else dict(enumerate(y)) if isinstance(y, list | tuple) else None
     if client_targets is None or client_targets.keys() != clients.keys():
         description = (
@@ -110,7 +110,7 @@ def targets_in(y: Any, parts: SplitDatasets, owner_name: str) -> dict[str, NDArr
 
 
 def _reads_batches(data: Any) -> bool:
-    """Return whether the innermost dataset, inside subsets and wrappers, has a method that reads several items at once."""
+    """Return whether the innermost dataset, inside subsets and wrappers, can read several items at once."""
     while isinstance(data, Subset | ItemsOf):
         data = data.dataset if isinstance(data, Subset) else data.data
     return callable(getattr(data, "__getitems__", None))

@@ -54,7 +54,7 @@ class ClientRound:
 
     @property
     def is_balanced(self) -> bool:
-        """Whether all classes have samples, and the rarest class has at least half as many as the most frequent class."""
+        """Whether all classes have samples, and the rarest class has at least half as many as the most frequent one."""
         if not self.num_classes or not len(self.labels):
             return False
         counts = torch.bincount(self.labels, minlength=self.num_classes)

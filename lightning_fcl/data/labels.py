@@ -207,7 +207,7 @@ class IndexedTargets(ItemsOf):
 
 
 def _items(data: Any, rows: Sequence[int]) -> Sequence[Any]:
-    """Return the items at the given indices. Read them one by one if ``__getitems__`` does not return a list of items."""
+    """Return the items at the given indices. Read each item alone if ``__getitems__`` does not return a list of items."""
     items = fetch(data, rows)
     return items if isinstance(items, list | tuple) and len(items) == len(rows) else [data[row] for row in rows]
 
@@ -254,7 +254,7 @@ def read_targets(dataset: Dataset[Any]) -> Any:
 
 
 def _declared_targets(dataset: Dataset[Any]) -> NDArray[Any] | None:
-    """Return the attribute ``targets`` of a dataset as an array, or None. The targets in the items may differ from it."""
+    """Return the attribute ``targets`` of a dataset as an array, or None. The items may contain different targets."""
     targets = getattr(dataset, "targets", None)
     if targets is None and isinstance(dataset, Subset):
         whole = _declared_targets(dataset.dataset)
@@ -271,7 +271,7 @@ def _declared_targets(dataset: Dataset[Any]) -> NDArray[Any] | None:
 
 
 def _read_targets(dataset: Dataset[Any], rows: Iterable[int]) -> list[Any]:
-    """Return the targets of the given items. Return an empty list if a target is missing, nested or of another shape."""
+    """Return the targets of the given items, or an empty list if a target is missing, nested or of another shape."""
     targets, whole = [], list(rows)
     size = _FETCHED if getattr(dataset, "__getitems__", None) else 1
     with isolate_rng(include_cuda=False), Generators().seeded({"": dataset}, seed=0):

@@ -254,7 +254,7 @@ def _deal_left_out(client_fractions: NDArray[np.float64], rng: np.random.Generat
     if holders.sum() < len(holders):
         return
     for left_out in np.flatnonzero(holders == 0).tolist():
-        # At least two clients have this class, because a class is left out and there are at least as many draws as classes.
+        # At least two clients have this class: a class is left out, but there are at least as many draws as classes.
         frequent = int(holders.argmax())
         client = rng.choice(np.flatnonzero(client_fractions[:, frequent]))
         client_fractions[client, [left_out, frequent]] = client_fractions[client, [frequent, left_out]]
@@ -274,6 +274,6 @@ def _cut(members: IntArray, ends: NDArray[np.float64]) -> list[IntArray]:
 
 
 def _named(pieces: Sequence[Sequence[IntArray]]) -> dict[str, IntArray]:
-    """Return the sorted samples of each client, by client number. Client i gets element i of every item in ``pieces``."""
+    """Return the sorted samples of each client, by client number. Client i gets entry i of every item in ``pieces``."""
     parts = (np.sort(np.concatenate(own)).astype(np.int64) for own in zip(*pieces, strict=True))
     return {str(client): part for client, part in enumerate(parts)}

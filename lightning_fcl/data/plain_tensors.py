@@ -27,5 +27,5 @@ def plain_tensor(value: Tensor) -> Tensor:
 
 
 def plain_samples(samples: Any) -> Any:
-    """Return samples with each tensor replaced by a plain `torch.Tensor`. Any nesting is allowed. See `plain_tensor`."""
+    """Return nested samples with each tensor replaced by a plain `torch.Tensor`. See `plain_tensor`."""
     return apply_to_collection(samples, Tensor, plain_tensor, allow_frozen=True)

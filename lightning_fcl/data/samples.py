@@ -107,7 +107,7 @@ class Samples:
         return isinstance(self.x, Dataset)
 
     def collate(self, split_name: str) -> Collate:
-        """Return the function that makes a batch of samples. The split is ``"train"``, ``"validation"`` or ``"test"``."""
+        """Return the function that makes a batch of a split: ``"train"``, ``"validation"`` or ``"test"``."""
         if not isinstance(self.x, Dataset):
             return default_collate
         return self.loader_configs[split_name].collate_fn if split_name in self.loader_configs else self.collate_fn
@@ -146,7 +146,7 @@ class Samples:
             return self.collate(split_name)(fetch(data, [int(i) for i in indices]))
 
     def seeded(self, indices: Iterable[int], split_name: str, seed: int) -> AbstractContextManager[None]:
-        """Temporarily seed the random generators of the datasets that contain the given samples, and of `collate_fn`."""
+        """Temporarily seed the random generators of `collate_fn` and of the datasets that contain the given samples."""
         return self.generators.seeded(self.readers(indices, split_name), seed)
 
     def readers(self, indices: Iterable[int], split_name: str) -> dict[str, object]:
@@ -275,7 +275,7 @@ class SampleRows(Dataset[tuple[Tensor, Tensor]]):
 
 
 class _SeededRows(Dataset[Any]):
-    """Some items of a dataset whose code uses random generators. The seed of a batch depends on the batch's position."""
+    """Some items of a dataset whose code uses random generators. The seed of a batch depends on its position."""
 
     def __init__(self, samples: Samples, indices: IntArray, split_name: str, seed: int) -> None:
         self.samples = samples

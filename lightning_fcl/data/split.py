@@ -108,7 +108,7 @@ def _set_aside(
 def _set_fraction_aside(
     fraction: float, indices: IntArray, samples: Samples, rng: np.random.Generator
 ) -> tuple[IntArray, IntArray]:
-    """Return the remaining samples, and a fraction of each class, in this order. Samples of one origin stay together."""
+    """Return the remaining samples, and a fraction of each class. Samples of one origin are in the same result."""
     if samples.origin is None:
         rest, subset = stratified_split(samples.labels[indices], fraction, rng)
         return indices[rest], indices[subset]
@@ -120,7 +120,7 @@ def _set_fraction_aside(
 
 
 def _check_no_leakage(samples: Samples, plan: Plan, scenario: Scenario) -> None:
-    """Raise ValueError if parts of the split share samples of one origin. Warn if training and test data have equal samples."""
+    """Raise ValueError if two parts share samples of one origin. Warn if training and test samples are equal."""
     if samples.origin is None and samples.name != Samples.name:
         # Public datasets keep their published splits, so they are not checked.
         return

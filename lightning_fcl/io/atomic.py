@@ -45,7 +45,7 @@ def atomic_path(path: Path, size: int | None = None, sync: bool = True) -> Itera
     Args:
         path: Path of the file.
         size: Size of the file in bytes, for the message about a full disk.
-        sync: Whether the file must survive a power failure as soon as the block ends. If False, call `sync_files` later.
+        sync: Whether the file must survive a power failure after the block. If False, call `sync_files` later.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     with disk_error_context(path, size):

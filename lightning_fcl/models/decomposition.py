@@ -218,7 +218,7 @@ class FedWEITNet(Serializable):
 
     @torch.no_grad()
     def update_buffers_(self) -> None:
-        """Update the buffers of the current task after training: ``sum_j alpha_j A_j`` and the tensors not decomposed."""
+        """Update the current task's buffers after training: ``sum_j alpha_j A_j`` and all tensors not decomposed."""
         task = self._task(self.num_started_tasks - 1)
         if self._base_of_others:
             mixed = zip(task.attention, self._base_of_others, strict=True)

@@ -13,7 +13,7 @@ from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.models.serialization import Serializable
 from lightning_fcl.validation import above, at_least, unit_interval, warn_of_one
 
-# Number of time steps per block. Only one block of states is in memory, whatever the length of the sequence.
+# Number of time steps per block. Only one block of states is in memory at once, also for long sequences.
 BLOCK = 64
 
 

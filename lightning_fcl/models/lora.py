@@ -33,7 +33,7 @@ class LoRA(Serializable):
         train_a: Whether A is trained.
 
     Raises:
-        ValueError: If a number is out of range, if ``head`` matches no parameter, or if no linear layer is left to adapt.
+        ValueError: If a number is out of range, ``head`` matches no parameter, or no linear layer is left to adapt.
 
     Example:
         >>> from lightning_fcl.models import MLP

@@ -113,8 +113,8 @@ class Int8Convolution(nn.Module):
             x: Input levels minus their zero point.
             scale: Scale of the input levels.
         """
-        # Levels are whole numbers in floating point. Sums below 2^24 are exact in any order of summation. Therefore, the
-        # result for a sample does not depend on its batch, on vmap or on the device.
+        # Levels are whole numbers in floating point. Sums below 2^24 are exact in any order of summation. Therefore,
+        # the result for a sample does not depend on its batch, on vmap or on the device.
         weight, bias = self.weight.float(), self.bias.float()
         x = F.conv2d(x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
         factor = scale.float() * self.weight_scale.float() / self.scale.float()
@@ -161,8 +161,8 @@ class Int8Backbone(nn.Module):
 def quantize_backbone(model: nn.Module, calibration: Tensor | None, batch_size: int = 64) -> None:
     """Replace ``model.backbone``, a chain of convolutions, by an `Int8Backbone`, in place.
 
-    This is static post-training quantization. Batch normalization is folded. Weights have one symmetric scale per output
-    channel. Activations are unsigned and have one scale per tensor. The ranges of activations come from torchao's PT2E
+    This is static post-training quantization. Batch normalization is folded. Weights have one symmetric scale per
+    output channel. Activations are unsigned and have one scale per tensor. The ranges of activations come from torchao's PT2E
     observers on the calibration images. The output maps are quantized, too. Create the optimizer after this call.
 
     Args:
@@ -215,7 +215,7 @@ def _chain(backbone: nn.Module) -> dict[str, nn.Conv2d]:
 
 
 def _fill(quantized: Int8Backbone, convolutions: list[nn.Conv2d], graph: fx.GraphModule) -> None:
-    """Copy calibrated weights, scales and zero points from a graph to a backbone. Both have the same order of layers."""
+    """Copy calibrated weights, scales and zero points from a graph to a backbone with the same order of layers."""
     activations, weights = [], []
     for node in graph.graph.nodes:
         if node.target is torch.ops.quantized_decomposed.quantize_per_tensor.default:

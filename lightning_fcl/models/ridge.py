@@ -53,8 +53,9 @@ class RidgeReadout(DoublePrecision):
             solution is then restricted to the space of these vectors (FedRAN). If None, B is kept completely.
 
     Raises:
-        ValueError: If ``beta`` is below 0, or ``rank`` is not between 1 and ``in_features``. `merge` and `unlearn` raise
-            ValueError if the two readouts have different reservoirs or shapes. `unlearn` also raises if ``rank`` is set.
+        ValueError: If ``beta`` is below 0 or not finite, or ``rank`` is not between 1 and ``in_features``. `merge` and
+            `unlearn` raise ValueError if the two readouts have different reservoirs or shapes. `unlearn` also raises
+            ValueError if ``rank`` is set, or if the other readout has more samples.
 
     Example:
         >>> readout = RidgeReadout(2, 1, beta=0.0)
@@ -104,7 +105,7 @@ class RidgeReadout(DoublePrecision):
         return states.double() @ self.weight.t()
 
     def reset(self, tag: int = 0) -> None:
-        """Reset all statistics, to collect statistics of another reservoir. The weights are kept until the next `solve`.
+        """Reset all statistics, for example to use another reservoir. The weights are kept until the next `solve`.
 
         Args:
             tag: Hash of the new reservoir, see `EchoStateNetwork.weights_hash`.
@@ -131,7 +132,7 @@ class RidgeReadout(DoublePrecision):
         self.n += other.n
 
     def unlearn(self, other: RidgeReadout) -> None:
-        """Subtract the statistics of another readout. All of its samples must have been added to this readout before."""
+        """Subtract the statistics of another readout. All of its samples must be in this readout."""
         self._check(other)
         if self.rank is not None:
             raise InvalidValueError(
@@ -175,7 +176,7 @@ class RidgeReadout(DoublePrecision):
             self.weight.copy_(self.solve_path([self.beta])[0])
 
     def solve_path(self, betas: Sequence[float]) -> Tensor:
-        """Return the weights for several regularizers, shape (betas, outputs, features), from a single decomposition."""
+        """Return the weights for several regularizers, shape (betas, outputs, features), from one decomposition."""
         _check_finite(self.A, self.B)
         if self.rank is not None:
             _, sizes, rows = torch.linalg.svd(self.B, full_matrices=False)

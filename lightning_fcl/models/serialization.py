@@ -28,7 +28,7 @@ _MODELS, _OPTIMIZERS = "lightning_fcl.models", "torch.optim"
 
 
 class Serializable(nn.Module):
-    """A module whose attribute ``init_config`` describes how it was created: its class path and arguments as plain data."""
+    """A module whose ``init_config`` describes how it was created: its class path and arguments as plain data."""
 
     init_config: dict[str, Any]
     __signature__: inspect.Signature

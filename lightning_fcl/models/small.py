@@ -257,7 +257,7 @@ class DSICNet(Serializable):
         return logits
 
     def latent(self, x: Tensor) -> Tensor:
-        """Return the backbone's maps, shape (batch, 64, h, w). If the input already has 64 channels, return the input."""
+        """Return the backbone's maps, shape (batch, 64, h, w). An input with 64 channels is returned unchanged."""
         if x.dim() == 4 and x.shape[1] == self.latent_channels:
             return x
         check_images(x, self.input_shape)

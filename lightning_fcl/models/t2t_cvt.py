@@ -1,4 +1,4 @@
-"""Transformer bodies whose tokens combine neighboring patches: T2T-ViT (Yuan et al., 2021) and CvT (Wu et al., 2021)."""
+"""Transformer bodies whose tokens combine neighboring patches: T2T-ViT (Yuan et al., 2021), CvT (Wu et al., 2021)."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ class CvTBody(Serializable):
 
 
 class _Stage(nn.Module):
-    """A stage of CvT. Its input is a feature map. It returns a feature map, or the class token if it is the last stage."""
+    """A stage of CvT. It converts a feature map to a feature map. The last stage returns the class token instead."""
 
     def __init__(
         self,

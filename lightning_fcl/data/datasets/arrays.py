@@ -114,7 +114,7 @@ class ArrayDataset:
             )
 
     def samples(self, indices: Any = slice(None)) -> NDArray[np.float32]:
-        """Return the samples at the given indices as model inputs. Pixels are normalized, other samples are unchanged."""
+        """Return the samples at the given indices as model inputs. Pixels are normalized. Other samples are unchanged."""
         values: NDArray[Any] = self.x[indices]
         return values if self.mean is None or self.std is None else (values - self.mean) / self.std
 
@@ -314,7 +314,7 @@ class Measurement:
 
 
 def standardize(x: NDArray[np.float32], axes: tuple[int, ...]) -> NDArray[np.float32]:
-    """Subtract the mean over the given axes, and divide by the standard deviation. Constant values are only centered."""
+    """Subtract the mean over the axes, and divide by the standard deviation. Constant values are only centered."""
     return normalize_array(x, *mean_and_std(x, axes))
 
 

@@ -54,7 +54,7 @@ def load_orl(
         number = np.repeat(list(folders), [len(own) for own in folders.values()])
     people, y = np.unique(number, return_inverse=True)
     if size is not None:
-        # The largest central part with this aspect ratio. If an odd number of lines is cut, the end loses one line more.
+        # Cut the largest central part with this aspect ratio. For an odd number of lines, cut one more line at the end.
         scale = min(_ORL_SHAPE[0] / size[0], _ORL_SHAPE[1] / size[1])
         height, width = (max(1, round(scale * wanted)) for wanted in size)
         first_row, first_column = (_ORL_SHAPE[0] - height) // 2, (_ORL_SHAPE[1] - width) // 2
@@ -127,7 +127,7 @@ def load_lfw(
 
 
 def _with_enough(owner: NDArray[np.str_], min_faces: int, path: Path) -> tuple[NDArray[np.str_], NDArray[np.bool_]]:
-    """Return the sorted names of people with at least ``min_faces`` images, and whether each image shows such a person."""
+    """Return the sorted names of people with at least ``min_faces`` images, and a mask of the images of these people."""
     names, counts = np.unique(owner, return_counts=True)
     if counts.max() < min_faces:
         raise InvalidValueError(

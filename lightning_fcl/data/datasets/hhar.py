@@ -1,8 +1,9 @@
 """HHAR: six activities of nine people, recorded by phones and watches of six models.
 
-Stisen et al. 2015, "Smart devices are different: assessing and mitigating mobile sensing heterogeneities for activity
-recognition", SenSys. Two layouts are read, in this order: the publishers' folder ``Activity recognition exp`` with four
-CSV files, and ``hhar_phone/windows.npz``, a subset with the accelerometer of one phone in windows of 128 steps.
+The dataset is from Stisen et al. 2015, "Smart devices are different: assessing and mitigating mobile sensing
+heterogeneities for activity recognition", SenSys. Two layouts are supported. The loader first looks for the publishers'
+folder ``Activity recognition exp`` with four CSV files, and then for ``hhar_phone/windows.npz``. The npz file is a
+subset with the accelerometer of one phone in windows of 128 steps.
 """
 
 import os
@@ -36,7 +37,7 @@ _SENSORS = ("accelerometer", "gyroscope")
 
 _HHAR = SOURCES["hhar"]
 
-# Models of De Caro et al. 2023, in the order of their experiences.
+# Device models in De Caro et al. 2023, in the order of the experiences of that paper.
 DEVICES = ("nexus4", "s3", "s3mini", "lgwatch")
 
 _MODELS = {"nexus4": "Phones", "s3": "Phones", "s3mini": "Phones", "samsungold": "Phones"}
@@ -68,20 +69,20 @@ def load_hhar(
 ) -> ArrayDataset:
     """Load the labeled motion data of the devices as chunks that do not overlap.
 
-    Accelerometer and gyroscope of a device are resampled to one regular grid of 100 Hz, by linear interpolation over
-    ``Creation_Time``. Values are not interpolated across gaps of more than 0.5 s or between two activities. Each chunk
-    lies within one stretch without such a gap. Chunks are ordered by user, then by device, then by time.
+    Accelerometer and gyroscope of a device are resampled to a common regular grid of 100 Hz, by linear interpolation
+    over ``Creation_Time``. Values are not interpolated across gaps of more than 0.5 s or between two activities. No
+    chunk contains such a gap. Chunks are ordered by user, then by device, then by time.
 
     Args:
-        root: Folder that contains the datasets. Default: see `data_root`.
-        chunk: Time steps per chunk: 200 in De Caro et al. 2023, 500 in Bacciu et al. 2021. For ``windows.npz``, it must
-            divide 128. Default: 200, or 128 for ``windows.npz``.
-        devices: Models, from nexus4, s3, s3mini, samsungold, gear and lgwatch. Their order is the order of the groups.
-            Default: nexus4, s3, s3mini and lgwatch, as in De Caro et al. 2023.
-        features: ``"raw"``: accelerometer xyz, then gyroscope xyz. ``"statistics"``: the 32 features of
+        root: Folder that contains the datasets. For the default, see `data_root`.
+        chunk: Number of time steps per chunk. De Caro et al. 2023 use 200, and Bacciu et al. 2021 use 500. For
+            ``windows.npz``, it must divide 128. Default: 200, or 128 for ``windows.npz``.
+        devices: Device models, from nexus4, s3, s3mini, samsungold, gear and lgwatch. Their order is the order of the
+            groups. Default: nexus4, s3, s3mini and lgwatch, as in De Caro et al. 2023.
+        features: ``"raw"`` returns accelerometer xyz, then gyroscope xyz. ``"statistics"`` returns the 32 features of
             `window_statistics`.
-        normalize: Scaling of each device of a user, see
-            `lightning_fcl.data.datasets.time_series.chunk_recordings`. The paper uses ``"user"``.
+        normalize: Scaling for each device of a user. See
+            `lightning_fcl.data.datasets.time_series.chunk_recordings`. De Caro et al. 2023 use ``"user"``.
 
     Returns:
         A dataset with `x` of shape (n, chunk, features). `client_ids` are the users, "a" to "i". `group` is the index
@@ -125,12 +126,13 @@ def load_hhar(
 
 
 def window_statistics(x: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return 32 features for each step of a stretch, computed from past steps only (Bacciu et al. 2021, IV.B).
+    """Return 32 features for each step of a stretch. They are computed from past steps (Bacciu et al. 2021, IV.B).
 
-    The features are the six signals, the magnitudes of accelerometer and gyroscope, and mean, standard deviation,
-    minimum and maximum of each signal over a window. Windows of 200 steps start every 100 steps. Each step takes the
-    statistics of the newest window that is complete at that step. The paper does not specify the window. A window
-    around the step would contain future steps. The first 199 steps have no complete window and are dropped.
+    The features are the six signals, the magnitudes of accelerometer and gyroscope, and four statistics of each signal
+    over a window: mean, standard deviation, minimum and maximum. Windows of 200 steps start every 100 steps. Each step
+    gets the statistics of the newest window that is complete at that step. The paper does not specify the position of
+    the window. A window around the step would contain future steps. The first 199 steps have no complete window and are
+    dropped.
 
     Args:
         x: Accelerometer xyz and gyroscope xyz, shape ``(t, 6)``.
@@ -149,7 +151,7 @@ def window_statistics(x: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def _recordings(folder: Path, models: Sequence[str], features: str) -> Iterator[Recording]:
-    """Yield the recording of each device of each user, ordered by user, device and time."""
+    """Yield a recording for each device of each user, ordered by user and device."""
     kinds = dict.fromkeys(_MODELS[model] for model in models)
     acc, gyro = (
         {k: v for kind in kinds for k, v in _read(folder / f"{kind}_{s}.csv", models).items()} for s in _SENSORS
@@ -169,14 +171,14 @@ def _read(path: Path, models: Sequence[str]) -> dict[_Owner, _Series]:
     with as_file_error(path, f"to contain whole rows of {', '.join(_COLUMNS)}", _HHAR.remedy), ExitStack() as stack:
         file = stack.enter_context(open_file(path))
         check_size(os.fstat(file.fileno()).st_size)
-        # The files are too large to load as text. The label `null` is a class name, so `na_filter` is off.
+        # The files are too large to be read at once. The label `null` is a class name, so `na_filter` is off.
         with pd.read_csv(file, usecols=list(_COLUMNS), dtype=_COLUMNS, na_filter=False, chunksize=1_000_000) as reader:
             for table in reader:
                 _gather(table, models, parts)
     series_by_owner = {}
     for owner, pieces in parts.items():
         time, xyz, label = (np.concatenate(columns) for columns in zip(*pieces, strict=True))
-        # Free the pieces, which are as large as the concatenated arrays.
+        # Free the memory of the pieces, which are as large as the concatenated arrays.
         pieces.clear()
         # Sort by time. If several rows have the same time, the first row is used.
         time, first = np.unique(time, return_index=True)
@@ -185,8 +187,8 @@ def _read(path: Path, models: Sequence[str]) -> dict[_Owner, _Series]:
 
 
 def _gather(table: "pd.DataFrame", models: Sequence[str], parts: dict[_Owner, list[_Series]]) -> None:
-    """Append the labeled rows of some models to the series of their owners."""
-    # Checks of categories look at each distinct value once, not at each row.
+    """Append the labeled rows of the given models to the series of their owners."""
+    # A check of categories checks each distinct value once, instead of each row.
     label_numbers = {"null": -1, **{name: label for label, name in enumerate(_CLASSES)}}
     for column, names in (("gt", label_numbers), ("User", _USERS), ("Model", _MODELS)):
         unknown = sorted(set(table[column].cat.categories) - set(names))
@@ -204,7 +206,7 @@ def _gather(table: "pd.DataFrame", models: Sequence[str], parts: dict[_Owner, li
 
 
 def _on_one_grid(acc: _Series, gyro: _Series) -> list[tuple[NDArray[np.float32], int]]:
-    """Return the values of both sensors on one grid and the label, for each stretch in which both labels are equal."""
+    """Return pairs (values, label), one for each stretch in which both labels agree. Both sensors share one grid."""
     stretches = []
     acc_runs, gyro_runs = (label_ranges(label, np.diff(time) > _GAP * 1e9) for time, _, label in (acc, gyro))
     i = j = 0
@@ -212,7 +214,7 @@ def _on_one_grid(acc: _Series, gyro: _Series) -> list[tuple[NDArray[np.float32],
         (a, b), (c, d) = acc_runs[i], gyro_runs[j]
         start, stop = max(acc[0][a], gyro[0][c]), min(acc[0][b - 1], gyro[0][d - 1])
         if start <= stop and acc[2][a] == gyro[2][c]:
-            # The grid starts at 0 because nanoseconds since 1970 exceed the precision of a float.
+            # The grid starts at 0 because a float cannot represent nanoseconds since 1970 exactly.
             grid = np.arange(int(np.floor((stop - start) * _RATE / 1e9)) + 1) / _RATE
             columns = [
                 np.interp(grid, (time[first:last] - start) / 1e9, xyz[first:last, axis])

@@ -170,7 +170,7 @@ class Plan:
         return len(self.train)
 
     def num_rounds_of_tasks(self, tasks: int | None) -> int:
-        """Return the number of rounds until each client has finished its first ``tasks`` tasks. None means all tasks."""
+        """Return the number of rounds until each client has finished its first ``tasks`` tasks. None means all."""
         if tasks is None:
             return self.num_rounds
         ways = set(self.experiences.values())

@@ -228,7 +228,7 @@ class Delayed(Scenario):
 
 
 def _classes_of(pool: SamplePool, experiences: int) -> IntArray:
-    """Return the classes that occur in the clients' samples. Raise ValueError if there are too few for the experiences."""
+    """Return the classes of the clients' samples. Raise ValueError if there are fewer classes than experiences."""
     classes = np.unique(pool.y[np.concatenate(list(pool.clients.values()))])
     if len(classes) < experiences:
         raise InvalidValueError(
