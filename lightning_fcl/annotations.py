@@ -1,7 +1,7 @@
 """Comparison of arguments with their annotations.
 
-Values are compared with annotations of numbers, choices, lists, mappings and objects. If an annotation expects an object,
-a common mistake is to pass the class.
+Values are compared with annotations of numbers, choices, lists, mappings and objects. If an annotation expects an
+object, a common mistake is to pass the class.
 """
 
 from __future__ import annotations

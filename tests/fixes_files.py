@@ -1139,7 +1139,7 @@ ROWS |= {
         ),
         {"aliases": 200},
         {"aliases": 20},
-        "Use fewer aliases",
+        "Use fewer values or aliases",
     ),
     "recursive value": Row(
         lambda lab, text: read_yaml(written(lab, "a.yaml", text)),

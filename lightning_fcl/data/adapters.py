@@ -130,7 +130,7 @@ def samples_from_arrays(
     in_memory = not isinstance(x, Dataset) and (hasattr(x, "__array__") or isinstance(x, list))
     content: Tensor | Dataset[Any] = _tensor(x) if in_memory else to_dataset(x, "for `x`")
     size = len(content)  # type: ignore[arg-type]  # a map-style data set
-    # `ArrayDataset` checks floating-point samples, labels, owners and domains. Other samples are replaced by empty rows.
+    # `ArrayDataset` checks floating-point samples, labels, owners and domains. Other samples are left out.
     checked = np.zeros((size, 0), np.float32)
     if isinstance(content, Tensor) and content.is_floating_point():
         checked = content.float().numpy()
@@ -418,12 +418,13 @@ def check_unused_arguments(scenario: Scenario, **arguments: object) -> None:
     """Raise ValueError if ``partition``, ``client_ids`` or ``split`` is passed but the scenario ignores it."""
     for argument, value in arguments.items():
         dealt, subject = (
-            (scenario.provides_split, "tests") if argument == "split" else (scenario.provides_clients, "clients")
+            (scenario.provides_split, "test samples")
+            if argument == "split"
+            else (scenario.provides_clients, "client samples")
         )
         if dealt and value is not None:
             raise InvalidValueError(
-                f"Expected no `{argument}` for `{scenario}`, which selects the samples of {subject} itself, but got "
-                f"{value}.",
+                f"Expected no `{argument}` for `{scenario}`, which selects {subject} itself, but got {value}.",
                 hint="Remove this argument.",
                 argument=argument,
                 value=value,

@@ -207,7 +207,7 @@ class IndexedTargets(ItemsOf):
 
 
 def _items(data: Any, rows: Sequence[int]) -> Sequence[Any]:
-    """Return the items at the given indices. Read each item alone if ``__getitems__`` does not return a list of items."""
+    """Return the items at the given indices. Read single items if ``__getitems__`` does not return a list of items."""
     items = fetch(data, rows)
     return items if isinstance(items, list | tuple) and len(items) == len(rows) else [data[row] for row in rows]
 

@@ -153,6 +153,6 @@ def get_run_checkpoint(run: Path) -> Path:
 
 
 def _instead(file: Path) -> str:
-    """Return a hint to use the newest undamaged checkpoint in the file's folder. If there is none, suggest another one."""
+    """Return a hint to use the newest undamaged checkpoint in the file's folder, or any other checkpoint."""
     newest = newest_checkpoint(file.parent)
     return "Use another checkpoint." if newest in (None, file) else f"Use {newest}, the newest undamaged one there."

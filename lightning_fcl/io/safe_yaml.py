@@ -146,7 +146,8 @@ def check_yaml(text: str) -> None:
         root = yaml.compose(text, _Loader)
         if root is not None and _size(root, {}) > MAX_NODES:
             raise _LimitError(
-                f"Expected at most {MAX_NODES} values, but aliases repeat values more often.", "Use fewer aliases."
+                f"Expected at most {MAX_NODES} values, including values that aliases repeat, but got more.",
+                "Use fewer values or aliases.",
             )
     except RecursionError:
         raise _LimitError(

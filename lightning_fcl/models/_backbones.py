@@ -60,7 +60,7 @@ def vit_backbone(
     mlp_ratio: float = 4.0,
     tokens: bool = False,
 ) -> Backbone:
-    """Build the body of `lightning_fcl.models.ViT`. With ``tokens``, the body returns the patch tokens without final norm."""
+    """Build the body of `ViT`. With ``tokens``, the body returns the patch tokens without final norm."""
     check_blocks(width, num_heads, depth, mlp_ratio)
     check_image_size("ViT", image_size, multiple=patch_size, min_size=2 * patch_size)
     bare: dict[str, Any] = {"global_pool": "", "class_token": False, "final_norm": False} if tokens else {}

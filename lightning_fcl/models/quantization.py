@@ -162,8 +162,9 @@ def quantize_backbone(model: nn.Module, calibration: Tensor | None, batch_size: 
     """Replace ``model.backbone``, a chain of convolutions, by an `Int8Backbone`, in place.
 
     This is static post-training quantization. Batch normalization is folded. Weights have one symmetric scale per
-    output channel. Activations are unsigned and have one scale per tensor. The ranges of activations come from torchao's PT2E
-    observers on the calibration images. The output maps are quantized, too. Create the optimizer after this call.
+    output channel. Activations are unsigned and have one scale per tensor. The ranges of activations come from
+    torchao's PT2E observers on the calibration images. The output maps are quantized, too. Create the optimizer after
+    this call.
 
     Args:
         model: Model whose ``backbone`` is replaced.

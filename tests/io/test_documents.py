@@ -14,7 +14,7 @@ from lightning_fcl.io.safe_yaml import MAX_NODES, MAX_SIZE, check_yaml, parse_da
 
 LAUGHS = "\n".join(["a0: &a0 [0, 0]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 30))])
 EVIL = {
-    LAUGHS: "aliases repeat values more often",
+    LAUGHS: "including values that aliases repeat",
     "grown: &grown [0, *grown]": "a value contains itself",
     "[" * 100_000: "at most 100 levels of nested values, but got more|maximum nesting depth",
     "{a: " * 100_000: "at most 100 levels of nested values, but got more",

@@ -114,7 +114,7 @@ class ArrayDataset:
             )
 
     def samples(self, indices: Any = slice(None)) -> NDArray[np.float32]:
-        """Return the samples at the given indices as model inputs. Pixels are normalized. Other samples are unchanged."""
+        """Return the samples at the given indices. Pixels are normalized. Other samples are unchanged."""
         values: NDArray[Any] = self.x[indices]
         return values if self.mean is None or self.std is None else (values - self.mean) / self.std
 

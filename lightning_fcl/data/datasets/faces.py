@@ -127,7 +127,7 @@ def load_lfw(
 
 
 def _with_enough(owner: NDArray[np.str_], min_faces: int, path: Path) -> tuple[NDArray[np.str_], NDArray[np.bool_]]:
-    """Return the sorted names of people with at least ``min_faces`` images, and a mask of the images of these people."""
+    """Return the sorted names of people with at least ``min_faces`` images, and a mask of their images."""
     names, counts = np.unique(owner, return_counts=True)
     if counts.max() < min_faces:
         raise InvalidValueError(

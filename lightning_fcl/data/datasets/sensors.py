@@ -290,7 +290,7 @@ def _recordings(layout: str, folder: Path, device: str, chunk: int) -> Iterator[
 def _at_32_hz(
     signals: Mapping[str, NDArray[Any]], label: NDArray[Any], rate: int
 ) -> tuple[NDArray[np.float32], NDArray[Any]]:
-    """Return the signals, shape (t, 6), and the labels, shape (t,), at 32 Hz. The signals have the order of `_SENSORS`."""
+    """Return the signals, shape (t, 6), and labels, shape (t,), at 32 Hz. The signals have the order of `_SENSORS`."""
     seconds = {name: len(signals[name]) / own for name, own in _WRIST_RATES.items()} | {"label": len(label) / rate}
     durations = ", ".join(f"{length:.1f} s of `{name}`" for name, length in seconds.items())
     check(max(seconds.values()) - min(seconds.values()) <= 1, f"{durations}, as if truncated")
