@@ -52,8 +52,8 @@ def _warn_of_changes(samples: Samples, rows: IntArray, seed: int) -> None:
     if changed_names:
         log.warning(
             "Reading a sample of `%s` changes %s, and the change is not restored. If samples depend on this state, "
-            "results depend on `num_workers` and on the clients that trained before. Compute the state from the index in "
-            "`__getitem__`, or draw it from a random generator that is an attribute: `self.rng = "
+            "results depend on `num_workers` and on the clients that trained before. Compute the state from the index "
+            "in `__getitem__`, or draw it from a random generator that is an attribute: `self.rng = "
             "np.random.default_rng(0)` in `__init__`.",
             class_name,
             format_code_names(changed_names),
