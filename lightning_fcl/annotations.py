@@ -262,7 +262,7 @@ def _fix(name: str, value: Any, hint: Any, default: object) -> str:
     # The second case is a dataclass field with a `default_factory`.
     if default is Parameter.empty or repr(default) == "<factory>":
         return f"Pass {describe(hint)}."
-    return "Leave it out." if default is None else f"Leave it out for the default, {quoted_value(default)}."
+    return "Leave it out." if default is None else f"Leave it out (default of the class: {quoted_value(default)})."
 
 
 def _arguments(kind: type) -> str:

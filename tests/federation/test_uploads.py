@@ -200,7 +200,9 @@ def test_clip_transform_bounds_joint_norm_of_upload(fit, make_stream, make_task,
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("name", ["averages", "control variates", "prototypes at the server", "medians", "sums at the server"])
+@pytest.mark.parametrize(
+    "name", ["averages", "control variates", "prototypes at the server", "medians", "sums at the server"]
+)
 def test_updates_give_results_close_to_states(fit, make_stream, make_task, name):
     results = []
     for transforms in ([], [Updates()]):
