@@ -87,7 +87,7 @@ def take_targets(lab, server, node, classes=None):
     x, columns = np.zeros((4, 1), np.float32), {"target": ["y"], "features": ["a"]}
     outline = make_outline(set_up(FederatedStream.from_arrays(x, server, ["a"] * 4, scenario=Stationary())), "a")
     file = written(lab, "a.csv", "\n".join(["a,y", *(f"0,{value}" for value in node)]))
-    source = DataSource(str(file), columns).of_recipe({"data": {"classes": classes}})
+    source = DataSource(str(file), columns).with_recipe({"data": {"classes": classes}})
     set_node_data(FederatedStream(scenario=Stationary()), read_data(source), outline)
 
 

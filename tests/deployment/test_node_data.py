@@ -226,7 +226,7 @@ def test_recipe_table_sets_columns_classes_and_scale(tmp_path):
     table = {"class_path": "lightning_fcl.data.tables.Table", "init_args": given}
     for data in (table, {"a": table}, [table]):
         recipe = {"data": {"data": data, "classes": [*LABELS, "other"]}}
-        samples = read_data(DataSource(own.where).of_recipe(recipe)).samples
+        samples = read_data(DataSource(own.where).with_recipe(recipe)).samples
         assert samples.classes == (*LABELS, "other")
         assert (LABELS[samples.targets] == y).all()
         expected = (x.astype(np.float64) - [1, 2]) / [2, 4]
