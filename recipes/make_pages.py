@@ -1,18 +1,18 @@
 """Update the pages and tables of the recipes: ``python recipes/make_pages.py [RUN ...]``.
 
-Each RUN is an output folder of ``lightning-fcl reproduce``, such as ``runs/flwf-paper``. The script copies its table
-and figures to the folder of the recipes. It draws a figure that compares the table with the paper.
+Each RUN is an output folder of ``lightning-fcl reproduce``, such as ``runs/flwf-paper``. The script copies the table
+and figures of a RUN to the folder of its recipes. It also draws a figure that compares the table with the paper.
 
 The script then rewrites the text between ``<!-- NAME -->`` and ``<!-- end -->`` in each page. NAME can be:
 
-- ``verdict``: how near the table is to the paper.
+- ``verdict``: how well the table agrees with the paper.
 - ``written``: the command, versions and machine that wrote the table.
-- ``papers``: the list of the papers with a verdict.
-- ``boards``: a table for each protocol of the leaderboard.
-- The name of a layout under ``tables`` in ``rows.yaml``.
+- ``papers``: the table of all papers with their verdicts.
+- ``boards``: a table and a picture for each protocol of the leaderboard.
+- The name of a layout under ``tables`` in ``rows.yaml``: a table with this layout.
 
-Blocks with other names and all text outside of blocks stay unchanged. ``<!-- written: small -->`` describes the table
-in the subfolder ``small``.
+Blocks with other names and all text outside of blocks stay unchanged. A block can name a subfolder after a colon:
+``<!-- written: small -->`` describes the table in the subfolder ``small``.
 """
 
 from __future__ import annotations
@@ -61,16 +61,19 @@ _PERCENTILES = (
 class Layout:
     """The layout of a table in a page, from ``tables`` in ``rows.yaml``.
 
+    A table has a line for each combination of the texts in its leading columns. All other cells contain a metric of a
+    row of the paper.
+
     Args:
         columns: The value of each column by its heading. ``row`` and ``metric`` can contain the value as ``{column}``.
         of: Folder of the ``table.json``, relative to the folder of the page.
-        lines: The leading columns by their headings. Each one maps its texts to values. ``row`` and ``metric`` can
-            contain the value as ``{HEADING}``. The table has a line for each combination of texts. By default, the
-            table has one leading column with all rows of the paper.
-        row: Template of the name of a cell's row. By default, the value of the first leading column.
-        metric: Template of the name of a cell's metric.
-        sort: Heading of the column by which lines are sorted, highest mean first.
-        bold: Whether to print a mean in bold if it is more than 0.05 from the paper's value.
+        lines: The leading columns by their headings. Each leading column maps its texts to values. ``row`` and
+            ``metric`` can contain these values as ``{HEADING}``. By default, there is one leading column, which
+            contains all rows of the paper.
+        row: Template for the row of the paper that a cell shows. By default, the value of the first leading column.
+        metric: Template for the metric that a cell shows. By default, the value of the column.
+        sort: Heading of the column by which lines are sorted, highest mean first. By default, lines are not sorted.
+        bold: Whether to print a mean in bold if it differs by more than 0.05 from the paper's value.
         kind: ``mean`` for means and standard deviations, or ``percentile`` for the percentile of the paper's value.
     """
 
@@ -108,7 +111,7 @@ class Layout:
         return layout
 
     def places(self, rows: Sequence[str]) -> list[tuple[list[str], dict[str, tuple[str, str]]]]:
-        """Return the texts of the leading columns of each line, and ``{heading: (row, metric)}`` of its other columns.
+        """Return a pair for each line: texts of its leading columns, and ``{heading: (row, metric)}`` of other columns.
 
         Args:
             rows: All rows of the paper.
@@ -132,7 +135,11 @@ class Layout:
         return result
 
     def markdown(self, table: Table, rows: Sequence[str]) -> str:
-        """Return the table in Markdown, without the lines whose cells are all missing from ``table``."""
+        """Return the table in Markdown. Lines without any measured cell are left out.
+
+        Raises:
+            ValueError: If ``table`` does not have a metric of the layout.
+        """
         lines = []
         for labels, places in self.places(rows):
             if unknown := [metric for _, metric in places.values() if metric not in table.metrics]:
@@ -157,11 +164,11 @@ class Layout:
 
 
 def render(text: str, parts: Callable[[str, str], str | None]) -> str:
-    r"""Return the text of a page with its blocks replaced.
+    r"""Return the text of a page in which the blocks are replaced.
 
     Args:
         text: The page.
-        parts: Returns the new text of the block with a name and a subfolder, or None to keep the block.
+        parts: Function that takes the name and the subfolder of a block. Returns its new text, or None to keep it.
     """
 
     def anew(match: re.Match[str]) -> str:
@@ -172,7 +179,7 @@ def render(text: str, parts: Callable[[str, str], str | None]) -> str:
 
 
 def verdict_block(table: Table | None, reason: str) -> str:
-    """Return the verdict of a table and its reason, with the figure that compares the table with the paper."""
+    """Return the verdict, its reason, and a link to the figure that compares the table with the paper."""
     verdict_counts = table.verdict_counts if table else None
     if table is None or not verdict_counts or not sum(verdict_counts):
         return _wrapped(f"**Not compared**: no value that the paper reports has been measured at its scale. {reason}")
@@ -190,7 +197,7 @@ def verdict_block(table: Table | None, reason: str) -> str:
 
 
 def written_block(table: Table, folder: str = "") -> str:
-    """Return the command that wrote a table, its versions, machine, run time and seeds, and a link to the values."""
+    """Return a sentence with the command, versions, machine, run time and seeds of a table, and a link to its values."""
     versions, path = table.versions, f"{folder}/table.json" if folder else "table.json"
     text = f"Written by `{table.command}` with lightning-fcl {versions.get('lightning-fcl')} on {table.machine}, torch "
     text += f"{versions.get('torch')}. The run times add up to {max(round(table.seconds / 60), 1)} minutes, with "
@@ -198,7 +205,7 @@ def written_block(table: Table, folder: str = "") -> str:
 
 
 def boards_block(table: Table, protocols: Mapping[str, Mapping[str, Mapping[str, str]]]) -> str:
-    """Return a sortable table and a picture for each protocol of the leaderboard that has finished rows."""
+    """Return a sortable table and a link to a picture for each protocol of the leaderboard with finished rows."""
     parts = []
     for protocol, notes in protocols.items():
         if lines := leaderboard_table(table, protocol, notes):
@@ -208,10 +215,10 @@ def boards_block(table: Table, protocols: Mapping[str, Mapping[str, Mapping[str,
 
 
 def papers_block(papers: Mapping[str, tuple[Table | None, str]]) -> str:
-    """Return a table with a line for each paper: its verdict, counts and reason.
+    """Return a table with a line for each paper: its verdict, the number of values in each group, and the reason.
 
     Args:
-        papers: The table at the paper's scale, if there is one, and the reason of the verdict, by the paper's name.
+        papers: For each paper by name, its table at the paper's scale or None, and the reason of the verdict.
     """
     lines = []
     for paper, (table, reason) in papers.items():
@@ -224,7 +231,7 @@ def papers_block(papers: Mapping[str, tuple[Table | None, str]]) -> str:
 
 
 def _percentile(name: str, cell: Cell) -> str:
-    """Return the paper's value and its percentile among the seeds. Values are rounded to three digits, as printed."""
+    """Return the paper's value, and the percentage of seeds with a lower value. Values are rounded to three digits."""
     if cell.paper is None or not cell.values:
         return "-"
     paper, seed_values = round(cell.paper, 3), np.round(list(cell.values.values()), 3)
@@ -234,7 +241,7 @@ def _percentile(name: str, cell: Cell) -> str:
 
 
 def _seeds(table: Table) -> str:
-    """Return the seeds of most rows, and in brackets the rows with other seeds."""
+    """Return the seeds that most rows have. Rows with different seeds follow in brackets."""
     rows: dict[tuple[int, ...], list[str]] = {}
     for row, cells in table.rows.items():
         rows.setdefault(tuple(sorted({seed for cell in cells.values() for seed in cell.values})), []).append(row)
@@ -263,8 +270,10 @@ def _wrapped(text: str) -> str:
 def against_figure(table: Table) -> charts.Spec | None:
     """Return a figure of each mean against the paper's value.
 
-    Numbers mark the points with the largest deviations, and a list gives their rows and metrics. Return None if no
-    value can be compared.
+    Numbers mark the points with the largest deviations. A list beside the plot contains their rows and metrics.
+
+    Returns:
+        The figure, or None if no value can be compared.
     """
     if not (rows := comparison_points(table)):
         return None
@@ -300,22 +309,25 @@ def against_figure(table: Table) -> charts.Spec | None:
 
 
 def take_in(folder: Path) -> list[Path]:
-    """Copy the table and figures of an output folder to the folder of its recipes, and draw the comparison figure.
+    """Copy the table and figures of a run to the folder of its recipes, and draw the figure that compares with the paper.
+
+    Args:
+        folder: Output folder of ``lightning-fcl reproduce``.
 
     Returns:
         The paths of the written files.
 
     Raises:
-        ValueError: If the table has the scale ``smoke``, or rows are missing.
+        ValueError: If the scale of the table is ``smoke``, or if rows are missing.
     """
     table = read_table(folder / "table.json")
     home = paper_folder(table.paper)
     if table.scale == "smoke":
         raise ValueError(
-            f"Expected a table of another scale than smoke, but the table in {folder} has the scale smoke."
+            f"Expected a table of a scale other than `smoke`, but the table in {folder} has the scale `smoke`."
         )
     content = read_rows(home)
-    # `whole` lists the rows that are required at the paper's own scale. Other rows are optional there.
+    # At the paper's scale, `whole` lists the required rows, and all other rows are optional.
     row_names = content.get("whole") if table.scale == "paper" else None
     if missing := [row for row in row_names or paper_rows(home, None, table.scale) if row not in table.rows]:
         raise ValueError(
@@ -338,7 +350,7 @@ def take_in(folder: Path) -> list[Path]:
 
 
 def pages(recipes: Path) -> dict[Path, str]:
-    """Return the new text of each page of the recipes, by its path."""
+    """Return the new text of each page in the recipes folder, by the path of the page."""
     text_by_page = {path: _page(path) for path in sorted(recipes.glob("*/README.md"))}
     compared_ones = [path.parent for path, text in text_by_page.items() if "<!-- verdict" in text]
     papers = {folder.name: (_table(folder), _why(folder)) for folder in compared_ones}
@@ -389,7 +401,7 @@ def _table(folder: Path) -> Table | None:
 
 
 def _rows(folder: Path) -> list[str]:
-    """Return all rows of the paper to which a folder belongs. It is the paper's folder, or the subfolder of a scale."""
+    """Return the rows of a paper. ``folder`` is the paper's folder, or the subfolder of one of its scales."""
     home = folder if (folder / "rows.yaml").is_file() else folder.parent
     return list(expand_grids(read_rows(home)))
 
@@ -399,7 +411,7 @@ def _why(folder: Path) -> str:
 
 
 def main(runs: Sequence[str]) -> None:
-    """Copy the tables of the runs, then write the pages that have changed."""
+    """Copy the tables and figures of the runs, then write the pages that have changed."""
     for run in runs:
         for path in take_in(Path(run)):
             print(f"Wrote {path}")

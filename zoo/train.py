@@ -1,7 +1,7 @@
-"""Training and publication of the entries of models.yaml in this folder: python zoo/train.py [NAME ...].
+"""Train and publish the networks that models.yaml lists: ``python zoo/train.py [NAME ...]``.
 
-With --cards, nothing is trained. The cards of all published networks are written again with the current tables of their
-recipes.
+``python zoo/train.py --cards`` trains nothing. It writes the cards of all published networks again, with the current
+tables of their recipes.
 """
 
 import subprocess
@@ -25,7 +25,7 @@ RUNS = HERE.parent / "runs"
 
 
 def train(model_settings: dict[str, Any]) -> Path:
-    """Run the recipe of an entry, unless its run exists. Return the folder of the run."""
+    """Run the recipe of a network, and return the folder of the run. A run that exists is not repeated."""
     paper, row, scale = model_settings["recipe"], model_settings.get("row"), model_settings.get("scale", "paper")
     if row is None:
         run = RUNS / "zoo" / paper
@@ -41,9 +41,12 @@ def train(model_settings: dict[str, Any]) -> Path:
 
 
 def renew_card(folder: Path) -> bool:
-    """Write the card of an entry again, with the current table of its recipe. Return whether the card has changed.
+    """Write the card of a published network again, with the current table of its recipe.
 
     Weights and version do not change. After an interruption, a second call completes the change.
+
+    Returns:
+        Whether the text of the card has changed.
     """
     entry, digests = read_entry(folder / CONFIG), read_files(folder)
     check_digest(folder / WEIGHTS, digests[WEIGHTS])
@@ -57,7 +60,7 @@ def renew_card(folder: Path) -> bool:
 
 
 def publish_all(names: list[str]) -> None:
-    """Train and publish the named entries, or all entries if ``names`` is empty."""
+    """Train and publish the networks with these names, or all networks if ``names`` is empty."""
     content = yaml.safe_load((HERE / "models.yaml").read_text())
     for name in names or content["models"]:
         model_settings = content["models"][name]
