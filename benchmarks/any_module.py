@@ -4,10 +4,10 @@
 
 100 clients with digits train an MLP 64-32-10 on one full batch each. The variants are: plain, batch normalization,
 dropout, dict batches (made by a custom dataset), and 4 to 26 digits per client instead of 15. In the last variant, 16
-clients train a small residual network with batch normalization. The module uses nothing of this library. The weights of
-the Trainer and of the loop are compared first, except with dropout. Finally, clients train sequentially: a step is
-compared with a step of a plain Trainer, and the additional time per client is measured. Trainer and loop alternate. Run
-nothing else on the machine.
+clients train a small residual network with batch normalization. The module is a plain LightningModule that does not
+import this library. The script first checks that the weights of the Trainer and of the loop agree, except with
+dropout. Finally, clients train sequentially. The script compares a step with a step of a plain Trainer, and measures
+the additional time per client. Trainer and loop alternate. Run nothing else on the machine.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from lightning_fcl.data.split import Split
 
 
 def mlp(*between):
-    """Return the network for digits, with additional layers after the first one."""
+    """Return an MLP for digits. The layers ``between`` follow the first layer."""
     return nn.Sequential(nn.Linear(64, 32), *between, nn.ReLU(), nn.Linear(32, 10))
 
 
@@ -65,7 +65,7 @@ CASES = {
 
 
 class Module(L.LightningModule):
-    """A LightningModule as a user writes it."""
+    """A plain LightningModule that trains a network with SGD."""
 
     def __init__(self, network):
         super().__init__()
@@ -109,7 +109,7 @@ def digits(name):
 
 
 def through_trainer(name, rounds, batch_size=26, max_vectorized_clients="auto", timer=time.perf_counter):
-    """Return the seconds per round in one `Trainer.fit`, without its start, and the final weights."""
+    """Return the seconds per round in one `Trainer.fit`, without its start-up and warm-up, and the final weights."""
     x, y, owner = digits(name)
     data = (Dicts(x, y), None) if name == "dict batches" else (x, y)
     scenario = ClassIncremental(num_experiences=1, rounds_per_experience=rounds + 1)
@@ -148,7 +148,7 @@ def by_hand(name, rounds):
 
 
 def compare(name, rounds, repeats):
-    """Print the ratio of the Trainer's time to the loop's time. Both alternate."""
+    """Print the ratio of the Trainer's time to the loop's time. Trainer and loop alternate."""
     if name != "dropout":
         (_, trainer_state), (_, loop_state) = through_trainer(name, 2), by_hand(name, 2)
         assert all(
@@ -167,7 +167,7 @@ def compare(name, rounds, repeats):
 
 
 def plain_step(rounds):
-    """Return the seconds per step of a Trainer without clients, which also uses a data module."""
+    """Return the seconds per step of a plain Trainer. Like the federation, this Trainer uses a data module."""
     x, y, _ = digits("plain")
     data = L.LightningDataModule.from_datasets(torch.utils.data.TensorDataset(x, y), batch_size=2, num_workers=0)
     clock = Clock()
@@ -176,7 +176,7 @@ def plain_step(rounds):
 
 
 def compare_one_at_a_time(rounds, repeats):
-    """Print the time of a step relative to a plain Trainer's step, and the additional time per client."""
+    """Print the ratio of a step to a plain Trainer's step, and the time per client in addition to its steps."""
     steps, besides = [], []
     for _ in range(repeats):
         one_step_seconds, eight_step_seconds = (

@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 python benchmarks/attention_step.py
 
-The precisions are single precision, torch's bf16 autocast, and bf16 autocast with `fast_attention`. The models of this
-library use the last one with `precision="bf16-mixed"`. A step is forward, backward and AdamW on a batch of 32 random
-images of 32 x 32. The precisions alternate in one process. The time is processor time.
+The precisions are single precision, torch's bf16 autocast, and bf16 autocast with `fast_attention`. With
+`precision="bf16-mixed"`, the models of this library use `fast_attention`. A step is forward, backward and AdamW on a
+batch of 32 random images of 32 x 32. The precisions alternate in one process. The time is processor time.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from lightning_fcl.models import LVT, create_vit, vit
 
 
 def step(model, optimizer, x, y, way):
-    """Take one step, and return its processor time in seconds."""
+    """Train one step, and return its processor time in seconds. ``way`` is fp32, bf16 or ours."""
     began = time.process_time()
     rule = mock.patch.object(vit, "fast_attention", lambda x: nullcontext()) if way == "bf16" else nullcontext()
     with rule, torch.autocast("cpu", torch.bfloat16, enabled=way != "fp32"):

@@ -1,8 +1,8 @@
-"""Wall time of a fit that writes a run folder and a checkpoint every round, against another version.
+"""Wall time of a fit that writes a run folder and a checkpoint every round, compared with another version.
 
     python benchmarks/durable_files.py PATH_OF_THE_OTHER_VERSION
 
-The script alternates between the versions. It prints the ratio of the wall times of each pair, and the median of these
+The versions alternate. The script prints the ratio of the two wall times for each pair, and the median of these
 ratios. Client state is stored on disk.
 """
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def seconds(version: Path, folder: Path, rounds: int) -> float:
-    """Return the wall time of one fit with the package of a version."""
+    """Return the wall time in seconds of one fit with the package in the folder ``version``."""
     words = ["fit", "quickstart", "--out", str(folder), "--trainer.enable_progress_bar", "false"]
     words += ["--trainer.strategy.client_store", "disk", "--trainer.max_epochs", str(rounds)]
     environment = {**os.environ, "PYTHONPATH": str(version), "OMP_NUM_THREADS": "1"}
@@ -31,7 +31,7 @@ def seconds(version: Path, folder: Path, rounds: int) -> float:
 
 
 def main() -> None:
-    """Print the ratio of the wall times of this version and another one."""
+    """Print this version's wall time divided by the other version's wall time, for each pair, and the median."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("other", type=Path, help="set the root of a checkout of the other version")
     parser.add_argument("--pairs", type=int, default=7)
@@ -40,7 +40,7 @@ def main() -> None:
     ratios = []
     runs = ROOT / "runs"
     runs.mkdir(exist_ok=True)
-    # The temporary folder of the system may be in memory, so this uses a folder below `runs`.
+    # The temporary folder of the system can be in memory, which would hide the time of the disk. This uses `runs`.
     with tempfile.TemporaryDirectory(dir=runs) as scratch:
         for pair in range(options.pairs):
             seconds_by_version = {}

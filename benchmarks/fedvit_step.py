@@ -1,13 +1,13 @@
-"""Time of a step of FedViT, compared with the gradients that it needs; and the client state of four methods.
+"""Time of a FedViT step compared with the time of its gradients, and the client state of four methods.
 
     OMP_NUM_THREADS=1 python benchmarks/fedvit_step.py
 
-A step of the body of the 6-layer ViT (2.7 M parameters) with ten past tasks needs eleven gradients: one of the batch,
+With ten past tasks, a step of the body of the 6-layer ViT (2.7 M parameters) needs eleven gradients: one of the batch,
 and one of the stored images of each past task. The script measures the steps of a real `Trainer.fit` (Lightning's
 loop, the hooks of the federation and the method, AdamW). After each step, a bare loop computes the same gradients for
 the same samples and parameters. A batch has 32 images. Ten images of each past task are stored, as for a client with 2
-to 5 classes of 25 to 50 images each. Images are random, because the time does not depend on the values. The projection
-is the time of `project` in the steps.
+to 5 classes of 25 to 50 images each. Images are random, because the time does not depend on the values. The time of the
+projection is the time of the calls of `project` in the steps.
 
 With `--out`, the script also trains a client on ten tasks with each method, and draws the size of the client state
 after each task as `memory_with_tasks.png`. `--cpu` measures processor time, for a machine that runs other programs.
@@ -44,7 +44,7 @@ TINY = {"width": 24, "depth": 2, "num_heads": 2, "patch_size": 16}
 
 
 class Times(Callback):
-    """A callback that times each step of the body in the last round, a bare loop after it, and the projection."""
+    """A callback that times each step of the body in the last round, its projection, and a bare loop after the step."""
 
     def __init__(self, method, stream, clock, repeats):
         self.method, self.stream, self.clock, self.repeats = method, stream, clock, repeats
@@ -52,20 +52,21 @@ class Times(Callback):
         self.last = stream.plan.num_rounds - 1
 
     def on_train_epoch_end(self, trainer, pl_module):
-        """Set the number of steps before the last round."""
+        """Before the last round, set the number of body epochs, so that this round has enough steps to time."""
         if trainer.current_epoch + 1 == self.last:
-            # The first step is a warm-up. After the last step, all parameters are unfrozen, so it is not timed either.
+            # Each epoch has one step. The first step is a warm-up. The last step is not timed, because all parameters
+            # are unfrozen after it.
             self.method.body_epochs = self.repeats + 2
 
     def projected(self, *args):
-        """Call `project`, and store its time."""
+        """Call `project`, store the time of the call, and return the result."""
         start = self.clock()
         result = self.project(*args)
         self.projections.append(self.clock() - start)
         return result
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        """Run the bare loop after a step of the body."""
+        """Store the time of a step of the body. Then run the bare loop, and store its time."""
         step = None if self.start is None else self.clock() - self.start
         if trainer.current_epoch < self.last or trainer.strategy.current_round.local_epoch < self.method.head_epochs:
             return
@@ -79,13 +80,13 @@ class Times(Callback):
 
 
 def past(memory):
-    """Return the stored samples of each past task."""
+    """Return the stored samples and labels of each past task."""
     rows = [memory["task"] == task for task in range(TASKS)]
     return [(memory["x"][chosen], memory["y"][chosen]) for chosen in rows]
 
 
 def gradients(model, tasks, stream):
-    """Compute the body's gradient of the loss on each task's samples. The loss uses only the task's classes."""
+    """Compute the gradient of the loss on each task's samples for the body. The loss uses only the task's classes."""
     body = list(model.body.parameters())
     for x, y in tasks:
         block = next(block for block in stream.blocks if int(y[0]) in block)
@@ -113,7 +114,7 @@ def make_stream(tasks):
 
 
 def fit(stream, method, quick, *callbacks):
-    """Train the client on all its tasks."""
+    """Train the client on all tasks of the stream."""
     torch.manual_seed(0)
     classes = stream.num_classes
     model, reductions = ViT(classes, **(TINY if quick else {})), {}
@@ -134,7 +135,7 @@ def fit(stream, method, quick, *callbacks):
 
 
 def compare(options):
-    """Print the ratio of the steps to the bare gradients, and the projection's share of a step."""
+    """Print the ratio of a step's time to the bare gradients' time, and the projection's share of a step's time."""
     clock = time.process_time if options.cpu else time.perf_counter
     stream = make_stream(TASKS + 1)
     method = FedViT(rho=KEPT, k=TASKS, head_epochs=1, body_epochs=1, integration_epochs=0)
@@ -160,13 +161,13 @@ def compare(options):
 
 
 class Bytes(Callback):
-    """A callback that measures the client state after each task: method state and client-local parameters."""
+    """A callback that measures the client state after each task. It has method state and local parameters."""
 
     def __init__(self):
         self.counted = []
 
     def on_train_epoch_end(self, trainer, pl_module):
-        """Measure after a task, which has one round."""
+        """Measure the client state. Each task has one round, so this is called once per task."""
         state = trainer.strategy.server.client_store[trainer.datamodule.plan.clients[0]]
         values = [value for memory in state.values() for value in memory.values()]
         self.counted.append(sum(value.numel() * value.element_size() for value in values))

@@ -1,4 +1,4 @@
-"""Final accuracy of six methods in a plain Trainer and in Avalanche, each library with its own random numbers.
+"""Final accuracy of six methods in a plain Trainer and in Avalanche, which draw different random numbers.
 
     python benchmarks/level_with_avalanche.py --out runs/benchmarks
 
@@ -49,8 +49,8 @@ METHODS = {
     "naive": (lambda: [], lambda: []),
     "Replay": (lambda: [Replay(100)], lambda: [ReplayPlugin(100)]),
     "LwF": (lambda: [LwF(1.0, temperature=2.0)], lambda: [LwFPlugin(1.0, temperature=2.0)]),
-    # Avalanche's penalty has no factor 1/2. Avalanche squares the mean gradient of a batch, which is about 1 / BATCH of
-    # the mean of the squared gradients of single samples.
+    # Avalanche's penalty has no factor 1/2, so its strength is 50 instead of 100. Avalanche squares the mean gradient
+    # of a batch, which is about 1 / BATCH of the mean of the squared gradients of single samples.
     "EWC": (lambda: [EWC(100.0, normalize=False)], lambda: [EWCPlugin(50.0 * BATCH, mode="online", decay_factor=1.0)]),
     "GEM": (lambda: [GEM(20, margin=0.5)], lambda: [GEMPlugin(20, memory_strength=0.5)]),
     # The reference gradient uses all stored samples. Avalanche divides `sample_size` by the number of tasks, and takes
@@ -60,7 +60,7 @@ METHODS = {
 
 
 def split_digits(seed):
-    """Return the training and test data of each experience, which has two classes."""
+    """Return a pair for each experience, which has two classes: the training data and the test data."""
     x, y, test_x, test_y = halves(seed)
     classes = nc_benchmark(
         TensorDataset(x, y), TensorDataset(test_x, test_y), TASKS, task_labels=False, seed=seed
@@ -73,7 +73,7 @@ def split_digits(seed):
 
 
 def permuted_digits(seed):
-    """Return the training and test data of each experience: all digits, with the pixels permuted."""
+    """Return a pair for each experience, which has all digits with permuted pixels: the training and the test data."""
     x, y, test_x, test_y = halves(seed)
     generator = np.random.RandomState(seed)
     orders = [torch.from_numpy(generator.permutation(x.shape[1])) for _ in range(TASKS)]
@@ -81,7 +81,7 @@ def permuted_digits(seed):
 
 
 def halves(seed):
-    """Return 80 % of the digits as training data, and 20 % as test data."""
+    """Return x and y of the training data (80 % of the digits), then x and y of the test data (20 %)."""
     x, y = load_digits(return_X_y=True)
     parts = train_test_split(x / 16, y, test_size=0.2, stratify=y, random_state=seed)
     x, test_x, y, test_y = (torch.from_numpy(part) for part in parts)
@@ -92,7 +92,7 @@ BENCHMARKS = {"split digits": split_digits, "permuted digits": permuted_digits}
 
 
 def ours(model, name, experiences, epochs):
-    """Train a `Classifier` in one Trainer per experience. The method keeps its state between the fits."""
+    """Train a `Classifier` with one Trainer per experience. The method keeps its state from one fit to the next."""
     task, callbacks = Classifier(model, 10, sgd), METHODS[name][0]()
     for train, _ in experiences:
         trainer = L.Trainer(
@@ -117,12 +117,12 @@ LIBRARIES = {"ours": ours, "Avalanche": avalanche}
 
 
 def sgd(params):
-    """Return SGD without momentum, because Avalanche would keep the momentum from one experience to the next."""
+    """Return SGD without momentum. With momentum, Avalanche would use the momentum of earlier experiences."""
     return torch.optim.SGD(params, lr=0.05)
 
 
 def measure(benchmark, method, library, seed, epochs, tasks):
-    """Return the mean test accuracy over the experiences in percent, and the processor time of training in seconds."""
+    """Return the ``accuracy`` (percent, mean over the experiences) and the processor ``seconds`` of the training."""
     experiences = BENCHMARKS[benchmark](seed)[:tasks]
     L.seed_everything(seed, verbose=False)
     model = MLP([64, 100, 10])
@@ -136,7 +136,7 @@ def measure(benchmark, method, library, seed, epochs, tasks):
 
 
 def row(runs, benchmark, method):
-    """Return a line of the table: accuracies, their difference over equal seeds, and the median time of a run."""
+    """Return a line of the table: both accuracies, their mean difference over the seeds, and both median times."""
     fcl_runs, avalanche_runs = (
         [run for run in runs if of(run) == (benchmark, method, library)] for library in LIBRARIES
     )
@@ -152,7 +152,7 @@ def of(run):
 
 
 def spread(values, sign=""):
-    """Return the mean and the standard deviation as text."""
+    """Return a text with the mean and the standard deviation."""
     return f"{statistics.mean(values):{sign}.1f} ± {statistics.stdev(values):.1f}"
 
 

@@ -2,11 +2,11 @@
 
     OMP_NUM_THREADS=1 python benchmarks/projection.py
 
-The usual implementation follows the code of GEM's authors. Torch dot products show whether a constraint is
-violated. If so, the gradients are converted to NumPy arrays in double precision. Then G G^T and G g
-are computed for quadprog, and G^T v + g is converted back to single precision. It is timed with the gradients as rows,
-as in this library, and with the gradients as columns of a (p, k) matrix, as in the authors' code. All solve the same
-problem with k independent gradients, half of which are violated. The results are compared before the timing. The
+The usual implementation follows the code of GEM's authors. Torch dot products show whether a constraint is violated. If
+so, the gradients are converted to NumPy arrays in double precision. Then G G^T and G g are computed for quadprog, and
+G^T v + g is converted back to single precision. The script times two layouts: gradients as rows, as in this library,
+and gradients as columns of a (p, k) matrix, as in the authors' code. All implementations solve the same problem with k
+independent gradients, of which about half violate their constraint. The results are compared before the timing. The
 implementations alternate in one process. `--quick` uses small sizes to test the script. Run nothing else on the
 machine.
 """
@@ -23,7 +23,7 @@ from lightning_fcl.methods.projection import gradient_distance, project
 
 
 def problem(k, p):
-    """Return a gradient and k other gradients. About half of them have a negative dot product with it."""
+    """Return a gradient and k other gradients. About half of the k dot products with the gradient are negative."""
     generator = torch.Generator().manual_seed(0)
     gradient, other_gradients = torch.randn(p, generator=generator), torch.randn(k, p, generator=generator)
     other_gradients += 0.1 * gradient * torch.where(torch.arange(k) % 2 == 0, 1.0, -1.0)[:, None]
@@ -44,7 +44,7 @@ def usual(gradient, other_gradients):
 
 
 def usual_in_columns(gradient, columns):
-    """Project with `usual`, from gradients that are columns of a matrix."""
+    """Project with `usual`. The gradients are the columns of a matrix."""
     dots = torch.mm(gradient[None], columns)
     if not (dots < 0).any():
         return gradient
@@ -52,7 +52,7 @@ def usual_in_columns(gradient, columns):
 
 
 def distance_in_torch(gradient, other_gradients):
-    """Return the Wasserstein distance to each gradient, computed with torch's sort."""
+    """Return the Wasserstein distances between a gradient and each of the other gradients, with torch's sort."""
     ordered = gradient.sort().values
     return torch.stack([(other.sort().values - ordered).abs().mean(dtype=torch.float64) for other in other_gradients])
 
@@ -65,7 +65,7 @@ def timed(function, *args):
 
 
 def compare(name, our_function, usual_function, args, repeats):
-    """Print the ratio of the usual implementation's time to this library's time. Both alternate."""
+    """Print the ratio of the usual implementation's time to this library's time. The implementations alternate."""
     # The first call is a warm-up.
     for function in (our_function, usual_function):
         function(*args)

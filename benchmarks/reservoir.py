@@ -3,9 +3,9 @@
     python benchmarks/reservoir.py             # the numbers of benchmarks/README.md
     python benchmarks/reservoir.py --quick     # small sizes, to test the script
 
-Each pair is measured in one process, and the two sides alternate. Ratios are the median (lowest to highest). If two
-implementations must give equal results, the results are compared before the timing. Memory is read from Linux's `/proc`
-in one process per measurement. Run nothing else on the machine.
+In each comparison, this library and the alternative alternate in one process. Ratios are the median (lowest to
+highest). If both must give equal results, the script compares the results before the timing. Memory is read from
+Linux's `/proc`, in a separate process for each measurement. Run nothing else on the machine.
 """
 
 import argparse
@@ -44,13 +44,13 @@ BETA, LEAK = 1.0, 0.5
 
 
 def network(units=UNITS, dtype=torch.float32):
-    """Return a leaky reservoir with reservoirpy's default sparsity, so that reservoirpy can use its fastest form."""
+    """Return a leaky reservoir. A tenth of its weights are nonzero, as in reservoirpy, which can use sparse weights."""
     reservoir = EchoStateNetwork(INPUTS, units, leaking_rate=LEAK, recurrent_connectivity=0.1, seed=0)
     return reservoir.requires_grad_(False).to(dtype)
 
 
 def sequences(count, steps=STEPS, seed=0):
-    """Return random sequences and labels. The time does not depend on the values."""
+    """Return random sequences and their labels. Random values are enough, because the time does not depend on them."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(count, steps, INPUTS, generator=generator), torch.randint(CLASSES, (count,), generator=generator)
 
@@ -70,15 +70,15 @@ class Table:
         self.rows = []
 
     def compare(self, metric, library_timer, alternative_timer, max_ratio=None, min_ratio=None):
-        """Measure two functions that return seconds, and add a row. The functions alternate. Give at most one limit.
+        """Measure this library and the alternative, which alternate, and add a row. Pass one of the two limits.
 
         Args:
             metric: Description of the row.
             library_timer: Function that measures this library.
             alternative_timer: Function that measures the alternative.
             max_ratio: Largest accepted ratio of the library's time to the alternative's time.
-            min_ratio: Smallest accepted ratio of the alternative's time to the library's time. Used if ``max_ratio`` is
-                None.
+            min_ratio: Smallest accepted ratio of the alternative's time to the library's time. If it is None,
+                ``max_ratio`` is used.
         """
         # The first pair is a warm-up.
         pairs = [(library_timer(), alternative_timer()) for _ in range(self.repeats + 1)][1:]
@@ -108,7 +108,7 @@ class Table:
 
 
 def forward(table):
-    """Compare a forward pass with its matrix products alone."""
+    """Compare the time of a forward pass with the time of its matrix products alone."""
     reservoir, (x, _) = network(), sequences(BATCH)
     w_in, w = (weight.t().contiguous() for weight in reservoir.weights(0))
     state, out, flat = torch.randn(BATCH, UNITS), torch.empty(BATCH, UNITS), x.reshape(-1, INPUTS)
@@ -132,7 +132,7 @@ def fit(reservoir, x, y):
 
 
 def against_reservoirpy(table):
-    """Compare states and readout with reservoirpy, after a check that the results are equal."""
+    """Compare the time of states and of the readout with reservoirpy, after a check that the results are equal."""
     reservoir, (x, y) = network(), sequences(BATCH)
     w_in, w = (weight.double().numpy() for weight in reservoir.weights(0))
     series, targets = x.double().numpy(), np.repeat(np.eye(CLASSES)[y][:, None], STEPS, axis=1)
@@ -168,7 +168,7 @@ def against_reservoirpy(table):
 
 
 def federation(clients, size, plastic, units=UNITS, dtype=torch.float32):
-    """Return the seconds of one IncFed round, or of a FedIP round and its readout, and the readout."""
+    """Return the seconds of one IncFed round, or of a FedIP round and the round of its readout, and the readout."""
     times = []
     clock = LambdaCallback(
         on_train_start=lambda *_: times.append(time.perf_counter()),
@@ -200,7 +200,7 @@ def federation(clients, size, plastic, units=UNITS, dtype=torch.float32):
 
 
 def cohorts(table, clients):
-    """Compare vectorized training with sequential training."""
+    """Compare the time of vectorized training with the time of sequential training."""
     for plastic, name in ((False, "one IncFed round"), (True, "a FedIP round and its readout")):
         cohort_readout, sequential_readout = (
             federation(clients, size, plastic, dtype=torch.float64)[1] for size in ("auto", 1)
@@ -215,7 +215,7 @@ def cohorts(table, clients):
 
 
 def gram(table, rows, units):
-    """Compare `accumulate` on single-precision states with one matrix product of double-precision states."""
+    """Compare `accumulate` on single-precision states with a bare matrix product of double-precision states."""
     states, targets = torch.randn(rows, units), torch.randn(rows, CLASSES)
     wide, product = states.double(), torch.empty(units, units, dtype=torch.float64)
     a, b = (torch.zeros(size, units, dtype=torch.float64) for size in (CLASSES, units))
@@ -235,7 +235,7 @@ def add_sequences(count):
         return int(Path("/proc/self/status").read_text().split(f"{name}:")[1].split()[0]) / 1024
 
     task = ReservoirClassifier(network(), CLASSES, BETA)
-    # `ru_maxrss` is not used, because a process inherits it from its parent and cannot reset it.
+    # A process inherits `ru_maxrss` from its parent and cannot reset it, so this uses the peak in `/proc` instead.
     Path("/proc/self/clear_refs").write_text("5")
     initial_memory = status("VmRSS")
     for start in range(0, count, BATCH):
@@ -245,7 +245,7 @@ def add_sequences(count):
 
 
 def memory(table, counts):
-    """Add a row with the peak memory for growing numbers of sequences."""
+    """Add a row with the peak memory for several numbers of sequences, in increasing order."""
     runs = [[sys.executable, __file__, "--add", str(count)] for count in counts]
     peaks = [float(subprocess.run(run, capture_output=True, check=True, text=True).stdout.split()[-1]) for run in runs]
     growth = max(peaks) - peaks[0]
@@ -257,7 +257,11 @@ def memory(table, counts):
 
 
 def scaling(out, quick):
-    """Measure and draw the time by the number of units, clients and steps. Return the curves."""
+    """Measure and draw the time by the number of units, clients and steps.
+
+    Returns:
+        The curves, as they are written to `reservoir.json`.
+    """
 
     def middle(function):
         return statistics.median([function() for _ in range(2 if quick else 4)][1:])

@@ -4,8 +4,8 @@
 
 The model is a ResNet-50 with 25.6 million parameters. Clients train sequentially with SGD, each on four images of
 32 x 32. The server aggregates with a mean or another reduction. The result is the peak memory of three rounds: the
-module, and everything that the fit adds to the memory of the process before it. The script reads the memory from
-`/proc`, so it runs only on Linux. Other programs on the machine do not change the result.
+module, and all memory that the process uses in addition during the fit. The script reads the memory from
+`/proc`, so it runs only on Linux. The memory of other programs on the machine is not included.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from lightning_fcl.data.split import Split
 
 
 class Module(L.LightningModule):
-    """A LightningModule as a user writes it."""
+    """A plain LightningModule that trains a network with SGD."""
 
     def __init__(self, network):
         super().__init__()
@@ -43,13 +43,13 @@ class Module(L.LightningModule):
 
 
 def in_use(field):
-    """Return bytes of this process: the current use (``VmRSS``), or the peak since the last reset (``VmHWM``)."""
+    """Return bytes of this process: the current memory (``VmRSS``), or the peak since the last reset (``VmHWM``)."""
     status = pathlib.Path("/proc/self/status").read_text()
     return 1024 * int(re.search(rf"{field}:\s+(\d+) kB", status)[1])
 
 
 def fit(network, clients, reduction):
-    """Train three rounds."""
+    """Train for three rounds."""
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(4 * clients, 3, 32, 32, generator=generator), torch.arange(4 * clients) % 4
     options = {"scenario": ClassIncremental(1, rounds_per_experience=3), "split": Split(test=0.0), "seed": 0}
@@ -70,7 +70,7 @@ def main():
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    # This small fit loads what libraries load at their first use, so that it does not count below.
+    # At their first use, libraries load modules that take memory. This small fit loads them before the measurement.
     fit(nn.Sequential(nn.Flatten(), nn.Linear(3072, 10)), 2, "mean")
     network = resnet50()
     size, initial_memory = sum(value.nbytes for value in network.state_dict().values()), in_use("VmRSS")

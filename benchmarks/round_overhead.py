@@ -10,10 +10,10 @@
 - 20 clients with 600 windows each, and the HAR-CNN. The signals are random in the shape of UCI HAR, because the time
   does not depend on the values.
 
-If clients have one full batch, a bare `vmap` computes the same step on tensors that are stacked before: gradient, SGD
-and mean. The final weights are compared first. "Lightning alone" is an epoch of a Trainer with one step on one vector
-and one logged number. A round with one vectorized step has the same number of steps and logged numbers. The
-implementations alternate. Run nothing else on the machine.
+In cases with one full batch per client, a bare `vmap` computes the same step: gradient, SGD and mean. Its input tensors
+are stacked before the timing. The script first checks that the final weights agree. "Lightning alone" is an epoch of a
+Trainer with one step on one vector and one logged number. A round with one vectorized step has the same number of
+steps and logged numbers. The implementations alternate. Run nothing else on the machine.
 """
 
 import argparse
@@ -38,7 +38,11 @@ from lightning_fcl.models import HARCNN, MLP
 
 
 def digits_case(clients, batch_size, width=32):
-    """Return clients with 15 digits each and an MLP 64-width-10. More than 119 clients share some digits."""
+    """Return a case of clients with 15 digits each and an MLP 64-width-10. Above 119 clients, digits are reused.
+
+    Returns:
+        Samples and labels, client ids, model, number of classes, and batch size.
+    """
     x, y = load_digits(return_X_y=True)
     sample_indices = np.random.default_rng(0).permutation(len(y))
     sample_indices = np.resize(sample_indices, 15 * clients)
@@ -47,7 +51,7 @@ def digits_case(clients, batch_size, width=32):
 
 
 def har_case():
-    """Return 20 clients with 600 windows each, the HAR-CNN 196-16C_4M_1024D, and batches of 32."""
+    """Return a case of 20 clients with 600 windows each, the HAR-CNN 196-16C_4M_1024D, and batches of 32."""
     generator = torch.Generator().manual_seed(0)
     data = torch.randn(12000, 6, 128, generator=generator), torch.randint(6, (12000,), generator=generator)
     return data, np.arange(12000) % 20, HARCNN(), 6, 32
@@ -57,7 +61,7 @@ class Clock(Callback):
     """A callback that times a fit from the start of its second epoch to its end. The first epoch is a warm-up.
 
     Args:
-        timer: Returns the current time in seconds.
+        timer: Function that returns the current time in seconds.
     """
 
     def __init__(self, timer=time.perf_counter):
@@ -74,7 +78,7 @@ class Clock(Callback):
 
 
 def trainer_of(clock, rounds, strategy):
-    """Return a Trainer that writes no logs or checkpoints and shows nothing."""
+    """Return a Trainer that writes no logs or checkpoints, and prints no progress bar or model summary."""
     return L.Trainer(
         strategy=strategy, max_epochs=rounds + 1, callbacks=[clock], logger=False, accelerator="cpu",
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
@@ -82,7 +86,7 @@ def trainer_of(clock, rounds, strategy):
 
 
 def through_trainer(case, rounds, timer=time.perf_counter):
-    """Return the seconds per round in one `Trainer.fit`, without its start, and the final weights."""
+    """Return the seconds per round in one `Trainer.fit`, without its start-up and warm-up, and the final weights."""
     (x, y), client, model, classes, batch_size = case
     stream = FederatedStream.from_arrays(
         x,
@@ -118,7 +122,10 @@ class OneVector(L.LightningModule):
 
 
 def lightning_alone(case, rounds):
-    """Return the seconds per epoch of a Trainer with almost no computation. It has as many parameters as the case."""
+    """Return the seconds per epoch of a Trainer with almost no computation, and an empty dict.
+
+    The module has the same number of parameters as the model of the case.
+    """
     clock = Clock()
     trainer = trainer_of(clock, rounds, strategy="auto")
     module = OneVector(sum(value.numel() for value in case[2].parameters()))
@@ -152,7 +159,7 @@ def by_hand(case, rounds):
 
 
 def by_vmap(case, rounds):
-    """Return the seconds per round of the same step on stacked tensors, a lower bound for vectorized training."""
+    """Return the seconds per round of a bare `vmap`, and the final weights. The time is a lower bound for training."""
     (x, y), client, model, _, _ = case
     rows = torch.from_numpy(np.stack([np.flatnonzero(client == c) for c in range(int(client.max()) + 1)]))
     x, y = x[rows], y[rows]
@@ -174,7 +181,7 @@ def by_vmap(case, rounds):
 
 
 def compare(name, case, rounds, repeats, vectorized=False):
-    """Print the ratio of the Trainer's time to the time of each other implementation. All alternate."""
+    """Print the ratio of the Trainer's time to the time of each alternative. All implementations alternate."""
     ways = {"loop": by_hand, **({"bare vmap": by_vmap} if vectorized else {})}
     if vectorized:
         _, trainer_state = through_trainer(case, 3)

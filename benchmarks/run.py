@@ -1,12 +1,12 @@
 """Measurements of all workloads with all engines: time per round, processor time, memory and start-up time.
 
-    python benchmarks/run.py                          # everything: JSON, table and plots in runs/benchmarks
+    python benchmarks/run.py                          # measure everything; JSON, table and plots in runs/benchmarks
     python benchmarks/run.py --workloads har --engines ours loop --repeats 2
-    python benchmarks/run.py --report                 # only the table and the plots of existing measurements
-    python benchmarks/run.py --report --write         # also the tables of benchmarks/README.md and docs/scale.md
+    python benchmarks/run.py --report                 # write only the table and the plots of existing measurements
+    python benchmarks/run.py --report --write         # also update the tables of benchmarks/README.md and docs/scale.md
 
 Each measurement runs in a separate process. pfl and Flower are installed in separate environments in `--out`. These
-environments also see the packages of the current environment, such as torch. Run nothing else on the machine.
+environments also use the packages of the current environment, such as torch. Run nothing else on the machine.
 """
 
 import argparse
@@ -20,12 +20,12 @@ from suite.environments import python_of
 from suite.measuring import ENGINES, machine, measured
 from suite.workloads import CURVES, WORKLOADS
 
-# Engines of workloads that are points of a curve.
+# Default engines of the workloads that are points of a curve.
 CURVED = ["loop", "ours", "ours-two-ranks"]
 
 
 def main():
-    """Measure, and report the results."""
+    """Measure the selected workloads with the selected engines, and report the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", nargs="*", default=list(WORKLOADS), choices=list(WORKLOADS))
     parser.add_argument(
@@ -48,7 +48,7 @@ def main():
         # Engines alternate, so that all are measured under the same load of the machine.
         for _ in range(options.repeats):
             for engine, python in pythons.items():
-                # An engine that has failed would fail again.
+                # If an engine has failed in one repeat, it would fail in the next repeat, too.
                 if results[engine] and "error" in results[engine][-1]:
                     continue
                 start = time.monotonic()

@@ -1,16 +1,16 @@
-"""Processor time of a round with this version of the library, divided by that of another version.
+"""Processor time of a round with this version of the library, divided by the processor time with another version.
 
     git worktree add ../other cc30327
     python benchmarks/versions.py ../other
 
-Two processes import one version each. For every case, each process first runs one fit that is not measured. Then the
-processes alternate, and the ratio is computed for each pair of fits. The cases are:
+The script starts two processes, which import one version each. For every case, each process first runs one fit that is
+not measured. Then the processes alternate, and the ratio is computed for each pair of fits. The cases are:
 
 - the cases of `round_overhead.py` with digits,
 - the cases of `any_module.py`,
 - steps of a Trainer without a federation,
 - methods that compute a result when an experience ends. 20 clients have digits in 5 experiences of 4 rounds. All
-  clients, or one in five, train in each round. For these cases, the sizes of client state and uploads are compared too.
+  clients, or 4 of 20 clients, train in each round. The script also compares the sizes of client state and uploads.
 
 Run nothing else on the machine.
 """
@@ -137,7 +137,7 @@ def cases(quick):
 
 
 def serve(quick):
-    """Run each case whose name is read from the standard input, and print its result."""
+    """Read the names of cases from the standard input. Run each case, and print its result."""
     import torch
 
     import lightning_fcl
@@ -146,7 +146,7 @@ def serve(quick):
     print(pathlib.Path(lightning_fcl.__file__).parent.parent, flush=True)
     run = cases(quick)
     warnings.simplefilter("ignore")
-    # `cases` imports Lightning, which sets another log level.
+    # `cases` imports Lightning, which sets its own log level. So the level is set after this import.
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     print("|".join(run), flush=True)
     for line in sys.stdin:
@@ -154,7 +154,7 @@ def serve(quick):
 
 
 class Version:
-    """A process that imports the library from a folder."""
+    """A process that imports the library from a folder and runs cases."""
 
     def __init__(self, folder, quick):
         command = [sys.executable, __file__, str(folder), "--serve", *["--quick"] * quick]

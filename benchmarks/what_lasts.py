@@ -1,10 +1,11 @@
-"""Final accuracy if the server's state outside of methods is kept over experiences, and if it is reset.
+"""Final accuracy with the server's state from earlier experiences, and with a server that resets this state.
 
     python benchmarks/what_lasts.py
 
-The data are digits in 5 experiences of 4 rounds, on 6 clients with Dirichlet partition (alpha 0.5). The method is
-`Replay(100)`, the seeds are 0, 1 and 2. The state is that of a server optimizer (moments), of compression (residuals),
-or of asynchronous rounds (updates of clients that started in an earlier experience).
+The script compares three kinds of state outside of methods: the moments of a server optimizer, the residuals of
+compression, and stale updates in asynchronous rounds (from clients that started in an earlier experience). The data are
+digits in 5 experiences of 4 rounds, on 6 clients with a Dirichlet partition (alpha 0.5). The method is `Replay(100)`.
+The seeds are 0, 1 and 2.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
 class StartAnew(L.Callback):
     """A callback that resets the server's state outside of methods before each experience except the first.
 
-    It removes moments and residuals, and replaces updates that started before the experience by the server's state.
+    It removes moments and residuals. Updates that started before the experience become zero, and models that started
+    before the experience become the server's state.
     """
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

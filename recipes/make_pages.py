@@ -197,7 +197,7 @@ def verdict_block(table: Table | None, reason: str) -> str:
 
 
 def written_block(table: Table, folder: str = "") -> str:
-    """Return a sentence with the command, versions, machine, run time and seeds of a table, and a link to its values."""
+    """Return a text with the command, versions, machine, run time and seeds of a table, and a link to the values."""
     versions, path = table.versions, f"{folder}/table.json" if folder else "table.json"
     text = f"Written by `{table.command}` with lightning-fcl {versions.get('lightning-fcl')} on {table.machine}, torch "
     text += f"{versions.get('torch')}. The run times add up to {max(round(table.seconds / 60), 1)} minutes, with "
@@ -309,7 +309,7 @@ def against_figure(table: Table) -> charts.Spec | None:
 
 
 def take_in(folder: Path) -> list[Path]:
-    """Copy the table and figures of a run to the folder of its recipes, and draw the figure that compares with the paper.
+    """Copy the table and figures of a run to the folder of its recipes, and draw the comparison with the paper.
 
     Args:
         folder: Output folder of ``lightning-fcl reproduce``.

@@ -1,4 +1,4 @@
-"""Virtual environments for other libraries. Each environment also sees the packages of the current environment."""
+"""Virtual environments for the compared libraries. They also use the packages of the current environment."""
 
 import subprocess
 import sys
@@ -8,19 +8,19 @@ from pathlib import Path
 
 
 def python_of(module, out):
-    """Return the Python that runs an engine: the current Python, or the Python of the engine's environment.
+    """Return the path of the Python for an engine. An engine without `REQUIREMENTS` uses the current Python.
 
-    An environment is created when it is first needed.
+    For any other engine, this creates an environment in ``out`` at the first call.
 
     Returns:
-        Path of the Python, or a RuntimeError with the reason why the environment could not be created.
+        Path of the Python. If the environment could not be created, a RuntimeError with the reason is returned instead.
     """
     requirements = getattr(import_module(f"suite.engines.{module}"), "REQUIREMENTS", None)
     if requirements is None:
         return sys.executable
     folder = (Path(out) / f"env-{module}").absolute()
     python = folder / "bin" / "python"
-    # The file `ready` is written last, so that an incomplete environment is created again.
+    # The file `ready` is written last. Without this file, the environment is incomplete and is created again.
     ready = folder / "ready"
     if ready.exists() and ready.read_text() == "\n".join(requirements):
         return str(python)

@@ -1,7 +1,7 @@
-"""Marks of a measurement: the times at which data are ready, training starts, and rounds end.
+"""Marks: the times at which data are ready, training starts, and rounds end.
 
-All processes of a measurement append marks to one file, one JSON line per mark. Memory and processor time are read from
-``/proc``.
+All processes of a measurement append marks to one file, one JSON line per mark. A mark also contains the memory and the
+processor time, which are read from ``/proc``.
 """
 
 import json
@@ -28,7 +28,7 @@ def processes(root):
 
 
 def _stat(pid):
-    """Return the fields of ``/proc/PID/stat`` from the process state on, or None if the process has ended."""
+    """Return the fields of ``/proc/PID/stat`` that start with the process state, or None if the process has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -36,7 +36,7 @@ def _stat(pid):
 
 
 def cpu_seconds(root):
-    """Return the processor seconds of a process and its descendants, including those that have ended."""
+    """Return the processor seconds of a process and its descendants, including descendants that have ended."""
     process_stats = (_stat(pid) for pid in processes(root))
     return sum(sum(map(int, fields[11:15])) for fields in process_stats if fields is not None) / TICKS
 
@@ -57,7 +57,7 @@ def forget_peak():
 
 
 def _of(pid, file, field):
-    """Return a field of a ``/proc`` file in MiB, or 0 if the process has ended or belongs to another user."""
+    """Return a field of a ``/proc`` file in MiB, or 0 if the file cannot be read."""
     try:
         text = Path(f"/proc/{pid}/{file}").read_text()
     except (FileNotFoundError, ProcessLookupError, PermissionError):
@@ -71,15 +71,15 @@ class Marks:
 
     Args:
         path: File to which marks are appended.
-        root: Id of the process whose processor time is measured, including its descendants.
-        rounds: Number of rounds, including the first, which is a warm-up.
+        root: Id of a process. Marks contain the processor time of this process and its descendants.
+        rounds: Number of rounds, including the first round, which is a warm-up.
     """
 
     def __init__(self, path, root, rounds):
         self.path, self.root, self.rounds, self.done = str(path), root, rounds, 0
 
     def add(self, name, cpu=False):
-        """Write a mark with the current time and the peak memory of this process."""
+        """Write a mark with the current time and this process's peak memory, and with processor time if ``cpu``."""
         line = {"name": name, "time": time.monotonic(), "most": high_water(os.getpid())}
         line |= {"cpu": cpu_seconds(self.root)} if cpu else {}
         with open(self.path, "a") as file:
@@ -90,7 +90,7 @@ class Marks:
         self.add("begin")
 
     def round(self):
-        """Count a finished round. Mark the end of the first and of the last round."""
+        """Count a finished round. Write a mark if it is the first or the last round."""
         self.done += 1
         if self.done in (1, self.rounds):
             self.add("first" if self.done == 1 else "last", cpu=True)

@@ -17,7 +17,7 @@ from suite.marks import Marks, forget_peak
 
 
 def end_with(parent):
-    """End this process group when the measuring process (``parent``) has ended for any reason."""
+    """Kill this process group when the process that started the measurement (``parent``) has ended."""
     while os.getppid() == parent:
         time.sleep(1)
     os.killpg(0, signal.SIGKILL)
@@ -26,7 +26,7 @@ def end_with(parent):
 def main(name, engine, rounds, marks, state, device, quick=""):
     """Create the data, and run the engine."""
     torch.set_num_threads(1)
-    # Further ranks run this function too, and inherit the id of the first process.
+    # Processes of further ranks run this function, too. They inherit `SUITE_ROOT` from the first process.
     root = int(os.environ.setdefault("SUITE_ROOT", str(os.getpid())))
     marks = Marks(marks, root, int(rounds))
     if root == os.getpid():

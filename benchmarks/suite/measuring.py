@@ -20,7 +20,7 @@ from suite import workloads
 from suite.marks import memory
 
 FOLDER = Path(__file__).parent.parent
-# For each engine, the module in `suite.engines`. `loop` comes first, because its state is the reference for the others.
+# For each engine, its module in `suite.engines`. `loop` must be first, because all states are compared with its state.
 ENGINES = {
     "loop": "loop",
     "ours": "ours",
@@ -31,7 +31,8 @@ ENGINES = {
 }
 # Maximum duration of a measurement, in seconds.
 LIMIT = 3600
-# Maximum difference from the loop's state, relative to the largest value of a tensor. Training amplifies rounding.
+# Maximum difference from the loop's state, relative to the largest value of a tensor. It is above the rounding error,
+# because training amplifies rounding errors.
 ALIKE = 5e-3
 # For each workload, the final state of the hand-written loop.
 STATES = {}
@@ -43,7 +44,7 @@ def name_of(engine):
 
 
 def machine(device=None):
-    """Return the properties of the machine on which the numbers depend."""
+    """Return the properties of the machine that affect the measured values."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     model = [
         line.partition(":")[2].strip()
@@ -70,14 +71,14 @@ def _version(name):
 
 
 def measured(workload, engine, python, device="cpu", quick=False):
-    """Run one measurement, and return its values, or ``{"error": ...}`` with the reason why there are none.
+    """Run one measurement, and return its values by name, or ``{"error": reason}`` if the measurement fails.
 
     Args:
         workload: Name of the workload.
         engine: Name of the engine.
-        python: Path of the Python that runs the engine, or a RuntimeError with the reason why there is none.
+        python: Path of the Python that runs the engine. If there is none, a RuntimeError with the reason.
         device: ``"cpu"`` or ``"cuda"``.
-        quick: Whether to use a small size, which is meant for tests and not for comparisons of speed.
+        quick: Whether to use a small size, for tests only. Its times cannot be compared.
     """
     if isinstance(python, RuntimeError):
         return {"error": str(python)}
@@ -103,20 +104,30 @@ def measured(workload, engine, python, device="cpu", quick=False):
 
 
 def _most(lines, memory_samples):
-    """Return the peak memory in MiB after the data were created. Earlier memory samples are ignored."""
+    """Return the peak memory in MiB after the data were created. Values from before this time are ignored."""
     data_time = next(line["time"] for line in lines if line["name"] == "data")
     memory_by_time = [*((line["time"], line["most"]) for line in lines), *memory_samples]
     return max(mib for when, mib in memory_by_time if when > data_time)
 
 
 def summarize_marks(lines, rounds):
-    """Return the seconds per round, the processor seconds per round, and the start-up time without the data."""
+    """Return the times that the marks contain, by name.
+
+    Args:
+        lines: The marks.
+        rounds: Number of rounds, including the warm-up.
+
+    Returns:
+        Seconds (``round``) and processor seconds (``cpu``) per round without the warm-up, and the start-up time
+        without the data (``start``). If the engine marks its planning, also its time (``setup``), the time from its
+        end to the first round (``first``), and the growth of the peak memory in MiB (``grown``).
+    """
     mark_by_name = {line["name"]: line for line in lines}
     timed = rounds - 1
     result = {
         "round": (mark_by_name["last"]["time"] - mark_by_name["first"]["time"]) / timed,
         "cpu": (mark_by_name["last"]["cpu"] - mark_by_name["first"]["cpu"]) / timed,
-        # This includes the imports of the engine.
+        # The start-up time includes the imports of the engine.
         "start": mark_by_name["begin"]["time"] - mark_by_name["data"]["time"],
     }
     if "planned" in mark_by_name:
@@ -127,7 +138,7 @@ def summarize_marks(lines, rounds):
 
 
 def difference(expected, actual):
-    """Return the largest difference of two states, each tensor relative to the largest value of the expected tensor."""
+    """Return the largest difference between two states, relative to the largest value of each expected tensor."""
     if expected.keys() != actual.keys():
         raise ValueError(f"Expected a state with the entries {sorted(expected)}, but got {sorted(actual)}.")
     return max(
@@ -136,10 +147,10 @@ def difference(expected, actual):
 
 
 def _watched(command, workload, quick, errors):
-    """Run a command, and measure the memory of the process and its descendants.
+    """Run a command, and measure the memory of its process and the descendants of the process.
 
     Returns:
-        The reason of a failure or None, and the memory samples: pairs of time and MiB.
+        The reason of a failure, or None if the command succeeded. The memory samples, as pairs of time and MiB.
     """
     environment = {
         **os.environ,

@@ -24,7 +24,7 @@ SAYS = {
 
 
 def read(out):
-    """Return the measurements by workload, in the order of the tables: the content of each ``suite-*.json`` file."""
+    """Return the content of each ``suite-*.json`` file by the name of its workload, in the order of the tables."""
     contents_by_path = {path: json.loads(path.read_text()) for path in Path(out).glob("suite-*.json")}
     contents = {content["workload"]: content for content in contents_by_path.values()}
     return {name: contents[name] for name in SAYS if name in contents}
@@ -36,14 +36,14 @@ def middle(values):
 
 
 def ratios(engines, engine):
-    """Return an engine's time per round divided by the loop's, for each pair of measurements of the same repeat."""
+    """Return the engine's time per round divided by the loop's time per round, for each repeat."""
     pairs = zip(engines.get(engine, []), engines.get("loop", []), strict=False)
     return [a["round"] / b["round"] for a, b in pairs if "round" in a and "round" in b]
 
 
 def _row(workload, engine, runs, engines):
     cells = [SAYS[workload], name_of(engine)]
-    """Return the cells of one row of `table`."""
+    """Return the cells of a row of `table`."""
     completed_runs = [run for run in runs if "round" in run]
     if not completed_runs:
         return [*cells, runs[0]["error"].removeprefix("refused: ").replace("|", "/"), *[""] * 5]
@@ -63,7 +63,7 @@ def _row(workload, engine, runs, engines):
 
 
 def table(contents):
-    """Return the Markdown table of all engines. It leaves out the workloads with client sampling."""
+    """Return a Markdown table of all workloads and engines. Workloads with client sampling are left out."""
     head = [
         "workload", "engine", "time per round", "ratio to loop", "processor time per round", "peak memory", "start-up",
         "difference from loop",
@@ -79,7 +79,7 @@ def table(contents):
 
 
 def scale(contents):
-    """Return the Markdown table of rounds with 100 sampled clients, trained by this library."""
+    """Return a Markdown table of this library's rounds with 100 sampled clients, for each number of clients."""
     rows, base = [], None
     for workload, content in contents.items():
         completed_runs = [run for run in content["engines"].get("ours", []) if "round" in run]
@@ -104,7 +104,7 @@ def _markdown(head, sides, rows):
 
 
 def about(contents):
-    """Return the sentences on the machine and the values."""
+    """Return sentences that describe the machine and the values in the tables."""
     machine = next(iter(contents.values()))["machine"]
     device = machine["gpu"] or f"{machine['cores']} cores of an {machine['processor']}"
     sizes = (
@@ -119,7 +119,7 @@ def about(contents):
 
 
 def plot(contents, path):
-    """Draw the curves over the number of clients and the size of the model, and the speedup by a second process."""
+    """Draw the curves over the number of clients and the model size, and the speedup of two processes over one."""
     curves = [
         ("digits-", "number of clients, all train in each round", "round", "seconds per round"),
         ("drawn-", "number of clients, 100 sampled per round", "memory", "peak memory, MiB"),
@@ -154,7 +154,7 @@ def plot(contents, path):
 
 
 def _points(contents, names, key):
-    """Return the median of each engine at each size."""
+    """Return a point for each engine and size: the median over the repeats."""
     return [
         {"line": name_of(engine), "size": int(name.rpartition("-")[2]), "value": statistics.median(values)}
         for engine in ENGINES
@@ -179,7 +179,7 @@ def _gains(contents):
 
 
 def write(out, documents=False):
-    """Write the table and the plots to ``out``. With ``documents``, also update the pages of the documentation."""
+    """Write the table and the plots to ``out``. With ``documents``, the pages of the documentation are updated, too."""
     contents = read(out)
     if not contents:
         raise SystemExit(f"Expected measurements in {out}, but found none. Run the command without `--report`.")

@@ -107,7 +107,7 @@ def test_main_unfinished_or_smoke_table_raises(make_pages, toy, tmp_path):
     write(tmp_path / "out", rows=["one"])
     refused("Expected all rows of toy in")
     write(tmp_path / "out", scale="smoke")
-    refused("has the scale smoke")
+    refused("has the scale `smoke`")
     rows = yaml.safe_load((toy / "rows.yaml").read_text())
     rows["tables"]["main"]["lines"] = {"row": ["three"]}
     (toy / "rows.yaml").write_text(yaml.safe_dump(rows))

@@ -16,20 +16,20 @@ REQUIREMENTS = ["flwr[simulation]==1.41.*"]
 
 
 def refuses(workload):
-    """Return why the engine does not support the workload, or None."""
+    """Return the reason why the engine does not support the workload, or None if the engine supports it."""
     return "does not support client sampling" if workload.drawn else None
 
 
 @cache
 def _workload(name, quick, device):
-    """Return the workload of an actor. It is created once per actor."""
+    """Return the workload with this name. It is created once per Ray actor."""
     torch.set_num_threads(1)
     workload = workloads.make(name, quick)
     return workload.to(device) if device != "cpu" else workload
 
 
 def _client(name, quick, device):
-    """Return the app of the clients."""
+    """Return the Flower app that trains the clients."""
     from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
     from flwr.clientapp import ClientApp
 
@@ -49,7 +49,7 @@ def _client(name, quick, device):
 
 
 def run(workload, rounds, marks, out, device="cpu"):
-    """Run one simulation."""
+    """Train with Flower's simulation, mark each round, and write the server's last state."""
     os.environ["FLWR_TELEMETRY_ENABLED"] = os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     from flwr.app import ArrayRecord
     from flwr.serverapp import ServerApp
@@ -57,7 +57,7 @@ def run(workload, rounds, marks, out, device="cpu"):
     from flwr.simulation import run_simulation
 
     class Server(FedAvg):
-        """FedAvg that applies the workload's server update to the mean."""
+        """A FedAvg strategy that applies the workload's server update to the mean of the clients."""
 
         state = workload.initial()
 
@@ -68,7 +68,7 @@ def run(workload, rounds, marks, out, device="cpu"):
             self.state = workload.end(self.state, arrays.to_torch_state_dict(), total)
             return ArrayRecord(self.state), metrics
 
-    # Without these settings, the first round would use only the nodes that are already connected.
+    # By default, the first round would use only the nodes that are already connected.
     node_counts = {"min_train_nodes": workload.clients, "min_available_nodes": workload.clients}
     strategy = Server(fraction_evaluate=0.0, **node_counts)
     server = ServerApp()

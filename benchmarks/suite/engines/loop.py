@@ -12,7 +12,7 @@ def refuses(workload):
 
 
 def zeros(state):
-    """Return zeros in the shapes of a state."""
+    """Return a state of zeros with the names and shapes of ``state``."""
     return {name: torch.zeros_like(value) for name, value in state.items()}
 
 
@@ -28,7 +28,7 @@ def add(sums, workload, server, clients):
 
 
 def run(workload, rounds, marks, out, device="cpu"):
-    """Run the loop."""
+    """Train with the loop, mark each round, and write the server's last state."""
     if device != "cpu":
         workload.to(device)
     server, generator = workload.initial(), torch.Generator().manual_seed(0)

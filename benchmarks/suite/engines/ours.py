@@ -39,13 +39,13 @@ class Clock(Callback):
 
 
 def run(workload, rounds, marks, out, device="cpu"):
-    """Run one `Trainer.fit`."""
+    """Train with one `Trainer.fit`, mark each round, and write the server's last state."""
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     options = {"accelerator": "gpu" if device == "cuda" else "cpu", "devices": DEVICES}
     trainer = workload.trainer(rounds, Clock(workload, marks, out), **options)
     stream = workload.stream(rounds)
-    # Only the first rank measures the set-up. Other ranks set up their stream in the fit.
+    # Only the first rank marks the time of the set-up. All other ranks set up their stream in the fit.
     if marks.root != os.getpid():
         trainer.fit(workload.task(), datamodule=stream)
         return

@@ -11,6 +11,6 @@ def refuses(workload):
 
 
 def run(workload, rounds, marks, out, device="cpu"):
-    """Run one `Trainer.fit` with two ranks."""
+    """Train with one `Trainer.fit` on two ranks, mark each round, and write the server's last state."""
     ours.DEVICES = 2
     ours.run(workload, rounds, marks, out, device)

@@ -12,7 +12,7 @@ REQUIREMENTS = ["pfl[pytorch]==0.6.*"]
 
 
 def refuses(workload):
-    """Return why the engine does not support the workload, or None."""
+    """Return the reason why the engine does not support the workload, or None if the engine supports it."""
     if not workload.by_gradients:
         return "supports only gradient-based training"
     return "does not support client sampling" if workload.drawn else None
@@ -50,7 +50,7 @@ def run(workload, rounds, marks, out, device="cpu"):
     users = iter(range(workload.clients * rounds))
     data = FederatedDataset(
         lambda user: Dataset(raw_data=list(workload.samples(user)), user_id=str(user)),
-        # The sampler returns every user, in order.
+        # The sampler returns all users in order, and then starts again.
         functools.partial(lambda n: next(users) % n, workload.clients),
     )
     wrapped = PyTorchModel(model, torch.optim.SGD, torch.optim.SGD(model.parameters(), lr=1.0))

@@ -1,4 +1,4 @@
-"""The hand-written loop in two forked processes. Each trains half of the clients. The sums are in shared memory."""
+"""The hand-written loop in two forked processes with about equal loads. The sums are in shared memory."""
 
 import multiprocessing
 
@@ -9,17 +9,17 @@ from suite.engines.loop import add, zeros
 
 NAME = "loop, two processes"
 PROCESSES = 2
-# Maximum time that a process waits for the other processes, in seconds.
+# Maximum time in seconds that a process waits at the barrier.
 PATIENCE = 600
 
 
 def refuses(workload):
-    """Return why the engine does not support the workload, or None."""
+    """Return the reason why the engine does not support the workload, or None if the engine supports it."""
     return "does not support client sampling" if workload.drawn else None
 
 
 def _work(workload, server, sums, totals, number, barrier, rounds):
-    """Train the clients of one process in each round. Clients are distributed by their number of samples."""
+    """Train the clients of one process in each round. Both processes have about the same number of samples."""
     torch.set_num_threads(1)
     share, loads = [[] for _ in range(PROCESSES)], [0] * PROCESSES
     for client in sorted(range(workload.clients), key=lambda c: -workload.sizes[c]):
@@ -36,7 +36,7 @@ def _work(workload, server, sums, totals, number, barrier, rounds):
 
 
 def run(workload, rounds, marks, out, device="cpu"):
-    """Fork the processes, and aggregate their sums in each round."""
+    """Fork the processes, aggregate their sums and mark each round, and write the server's last state."""
     if device != "cpu":
         raise ValueError(
             f'Expected `device` to be "cpu", but got "{device}". A forked process cannot use a GPU. Use `--device cpu`.'

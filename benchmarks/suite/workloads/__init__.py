@@ -1,4 +1,4 @@
-"""Workloads by name, at full size, or at a small size that only tests that all engines give the same result."""
+"""Workloads by name. The small size of a workload is only for tests that all engines give the same result."""
 
 from suite.workloads import digits, esn, har, vit
 
@@ -11,7 +11,7 @@ WORKLOADS = {
     "har-uneven": (har.make, {"uneven": True}, 2),
     "esn": (esn.make, {}, 10),
     "vit": (vit.make, {}, 2),
-    # Curves over the number of clients (100 are sampled per round), and over the size of the model.
+    # Curves over the number of clients, of which 100 are sampled per round, and over the width of the model.
     **{f"drawn-{n}": (digits.make, {"clients": n, "clients_per_round": 100}, 20) for n in (1000, 10000, 100000)},
     **{f"width-{n}": (digits.make, {"clients": 100, "width": n}, 10) for n in (32, 128, 512, 2048)},
 }
@@ -21,11 +21,11 @@ CURVES = ("drawn-", "width-")
 
 
 def make(name, quick=False):
-    """Create a workload."""
+    """Return a new workload with this name. With ``quick``, its size is small."""
     maker, options, _ = WORKLOADS[name]
     return maker(quick=quick, **options)
 
 
 def rounds_of(name, quick=False):
-    """Return the number of timed rounds. The first round is a warm-up and is not timed."""
+    """Return the number of timed rounds. The warm-up round is not included."""
     return min(2, WORKLOADS[name][2]) if quick else WORKLOADS[name][2]

@@ -13,7 +13,7 @@ CLASSES, BETA = 4, 1.0
 
 
 def make(quick=False):
-    """Create the workload with random sequences, because the time does not depend on the values."""
+    """Return the workload with random sequences, because the time does not depend on the values."""
     clients, steps, units = (4, 20, 16) if quick else (100, 200, 300)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(4 * clients, steps, 6, generator=generator)
@@ -23,18 +23,18 @@ def make(quick=False):
 
 
 class Sums(Gradient):
-    """Ridge regression: adds all clients' A = Y S^T and B = S S^T to the server's, and solves W (B + beta I) = A."""
+    """Ridge regression: the server sums the clients' A = Y S^T and B = S S^T, and solves W (B + beta I) = A."""
 
     by_gradients = False
 
     def initial(self):
-        """Return sums and weights of 0."""
+        """Return the server's state before the first round: sums and weights of 0."""
         units = self.model.features
         shapes = {"A": (self.classes, units), "B": (units, units), "weight": (self.classes, units)}
         return {name: torch.zeros(shape, dtype=torch.float64, device=self.x.device) for name, shape in shapes.items()}
 
     def local(self, server, client):
-        """Return the sums of a client, and 1 as its weight."""
+        """Return the statistics of a client and 1 as its weight, so that the server can add them."""
         x, y = self.samples(client)
         states = self.model(x)
         targets = F.one_hot(y, self.classes).double()[:, None].expand(-1, states.shape[1], -1).flatten(0, 1)
@@ -42,17 +42,17 @@ class Sums(Gradient):
         return {"A": targets.T @ states, "B": states.T @ states, "weight": torch.zeros_like(server["weight"])}, 1
 
     def end(self, server, mean, total):
-        """Return the new sums of the server, and the readout for them."""
+        """Return the new sums of the server, and the readout that is computed from them."""
         a, b = (server[name] + mean[name] * total for name in ("A", "B"))
         regularised = b + BETA * torch.eye(len(b), dtype=b.dtype, device=b.device)
         return {"A": a, "B": b, "weight": torch.linalg.solve(regularised, a, left=False)}
 
     def task(self):
-        """Return the LightningModule."""
+        """Return the LightningModule that computes the same readout with this library."""
         from lightning_fcl import ReservoirClassifier
 
         return ReservoirClassifier(self.model, self.classes, BETA, min_samples=0)
 
     def state_of(self, task):
-        """Return the server's state in a LightningModule."""
+        """Return the server's state, read from the LightningModule."""
         return {name: getattr(task.readout, name).detach().cpu() for name in ("A", "B", "weight")}

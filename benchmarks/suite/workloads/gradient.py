@@ -1,7 +1,7 @@
 """Federated averaging of local SGD, for the hand-written engines and for this library's Trainer.
 
-Packages that only the Trainer needs are imported in the functions that use them, so that other engines do not spend
-time on these imports.
+The functions of `Gradient` import the packages that only this library's Trainer needs. The other engines therefore do
+not spend time on these imports.
 """
 
 import copy
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 
 class Gradient:
-    """A workload in which each client trains one epoch of SGD on its samples, in their order.
+    """A workload in which each client trains one epoch of SGD on its samples, without shuffling.
 
     The server computes the mean of the client models, weighted by the number of samples.
 
@@ -23,7 +23,7 @@ class Gradient:
         model: Network with its initial weights.
         classes: Number of classes.
         batch_size: Number of samples per batch.
-        clients_per_round: Number of sampled clients per round. None: all clients.
+        clients_per_round: Number of sampled clients per round. If None, all clients train.
     """
 
     rate = 0.01
@@ -53,7 +53,7 @@ class Gradient:
         rows = slice(self.ends[client] - self.sizes[client], self.ends[client])
         return self.x[rows], self.y[rows]
 
-    # Used by the hand-written engines.
+    # The following methods are used by the hand-written engines.
 
     def initial(self):
         """Return the server's state before the first round."""
@@ -72,7 +72,7 @@ class Gradient:
         return self._local.state_dict(), len(y)
 
     def end(self, server, mean, total):
-        """Return the server's state after a round."""
+        """Return the server's state after a round: the mean of the client states."""
         return mean
 
     def to(self, device):
@@ -80,20 +80,20 @@ class Gradient:
         self.x, self.y, self.model = self.x.to(device), self.y.to(device), self.model.to(device)
         return self
 
-    # Used by this library's Trainer.
+    # The following methods are used by this library's Trainer.
 
     def task(self):
-        """Return the LightningModule."""
+        """Return the LightningModule that trains the network with this library."""
         from lightning_fcl import Classifier
 
         return Classifier(copy.deepcopy(self.model), self.classes, lambda params: torch.optim.SGD(params, lr=self.rate))
 
     def state_of(self, task):
-        """Return the server's state in a LightningModule."""
+        """Return the server's state, read from the LightningModule."""
         return {name: value.detach().cpu() for name, value in task.model.state_dict().items()}
 
     def stream(self, rounds):
-        """Return the federated stream."""
+        """Return the federated stream with the samples of all clients."""
         from lightning_fcl import FederatedStream
         from lightning_fcl.data.scenarios import ClassIncremental
         from lightning_fcl.data.split import Split
@@ -102,7 +102,7 @@ class Gradient:
             self.x.cpu(),
             self.y.cpu(),
             np.arange(self.clients).repeat(self.sizes),
-            # Without names for all classes, the classes in `y` would be renumbered.
+            # Without names for all classes, the stream would renumber the classes in `y`.
             classes=[str(label) for label in range(self.classes)],
             scenario=ClassIncremental(num_experiences=1, rounds_per_experience=rounds),
             split=Split(test=0.0),
@@ -112,7 +112,7 @@ class Gradient:
         )
 
     def trainer(self, rounds, callback, devices=1, **options):
-        """Return a Trainer that writes no logs or checkpoints and shows nothing."""
+        """Return a Trainer that writes no logs or checkpoints, and prints no progress bar or model summary."""
         import lightning.pytorch as L
 
         from lightning_fcl import FederatedStrategy

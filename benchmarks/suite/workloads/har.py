@@ -10,9 +10,9 @@ from suite.workloads.gradient import Gradient
 
 
 def make(uneven=False, quick=False):
-    """Create the workload with random windows, because the time does not depend on the values.
+    """Return the workload with random windows, because the time does not depend on the values.
 
-    With ``uneven``, every other client has a tenth of the windows.
+    With ``uneven``, every second client has a tenth of the windows.
     """
     clients, windows = (4, 40) if quick else (20, 600)
     sizes = [windows // 10 if uneven and client % 2 else windows for client in range(clients)]

@@ -1,4 +1,4 @@
-"""ViT workload: a ViT with 6 layers and 2.7 M parameters, on 8 clients with 64 random images of 32 x 32."""
+"""ViT workload: a ViT with 6 layers and 2.7 M parameters, on 8 clients with 64 random images of 32 x 32 each."""
 
 import torch
 
@@ -7,7 +7,7 @@ from suite.workloads.gradient import Gradient
 
 
 def make(quick=False):
-    """Create the workload with random images, because the time does not depend on the values."""
+    """Return the workload with random images, because the time does not depend on the values."""
     clients, images, options = (2, 4, {"width": 24, "depth": 2, "num_heads": 2}) if quick else (8, 64, {"depth": 6})
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(clients * images, 3, 32, 32, generator=generator)
