@@ -1,4 +1,4 @@
-"""A federation with quadratic losses and known fixed points. The loss of client k is a_k (w - b_k)^2 / 2."""
+"""A federation with quadratic losses and known fixed points. Client k has the loss a_k (w - b_k)^2 / 2."""
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ def clients(rounds, samples=(4, 4, 4, 4), batch_size=4, curvatures=CURVATURES):
 
 
 def minimum(weights=(1, 1, 1, 1)):
-    """Return the w that minimizes the weighted sum of all losses."""
+    """Return the w that minimizes the weighted sum of the clients' losses."""
     return float((weights * CURVATURES * TARGETS).sum() / (weights * CURVATURES).sum())
 
 

@@ -1,4 +1,4 @@
-"""APFL: the shared model equals FedAvg's. The personal model and its weight follow the paper's formulas."""
+"""Tests of APFL: the shared model equals FedAvg's model. The personal model and its weight follow the paper."""
 
 import copy
 

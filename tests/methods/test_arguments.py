@@ -1,4 +1,4 @@
-"""The ranges of the methods' arguments: values outside of a range raise an error."""
+"""Tests of the ranges of the methods' arguments: values outside of a range raise an error."""
 
 from math import inf, nan
 

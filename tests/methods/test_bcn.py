@@ -1,4 +1,4 @@
-"""BCN: the moves of both players, and training compared with a hand-written loop."""
+"""Tests of BCN: the steps of both players, and training compared with a hand-written loop."""
 
 import copy
 
@@ -56,7 +56,7 @@ def by_hand(task, data, past, beta=0.99, eps=0.1, x_steps=2, theta_steps=5, rate
 
 
 def two_tasks(make_task, samples, train, method):
-    """Return a task trained on two tasks, its copy after the first task, and the data of both."""
+    """Train a module on two tasks. Return the module, its copy after the first task, and the samples of both tasks."""
     task, first, second = make_task(), samples([0, 1]), samples([2, 3], seed=1)
     train(task, [method], first)
     copied = copy.deepcopy(task)
@@ -64,20 +64,21 @@ def two_tasks(make_task, samples, train, method):
     return task, copied, first, second
 
 
-# The players.
+# Tests of the steps of both players.
 
 
 def test_worst_inputs_raises_loss_within_eps():
     torch.manual_seed(0)
     x, weight = torch.randn(5, 3, 4, 4), torch.randn(3, 4, 4)
 
-    # The gradient of (w . x)^3, for each sample.
+    # Return the gradient of (w . x)^3 with respect to x, for each sample.
     def gradient(moved):
         return 3 * (moved * weight).sum(dim=(1, 2, 3), keepdim=True).square() * weight
 
     once, twice = (worst_inputs(x, gradient, 0.1, steps) for steps in (1, 2))
     torch.testing.assert_close((once - x).norm(dim=1), torch.full((5, 4, 4), 0.1))
-    # The direction is constant, and the first step already reaches the border.
+    # The direction of the gradient is constant. The first step reaches the largest distance, so a second step has no
+    # effect.
     torch.testing.assert_close(twice, once)
     assert ((once * weight).sum(dim=(1, 2, 3)) > (x * weight).sum(dim=(1, 2, 3))).all()
     assert worst_inputs(x, gradient, 0.1, 0) is x
@@ -91,7 +92,7 @@ def test_worst_inputs_beyond_eps_moves_back_to_border():
     torch.testing.assert_close(moved, torch.tensor([[0.1, 0.1]]) / 2**0.5)
 
 
-# The loss.
+# Tests of the loss.
 
 
 @pytest.mark.parametrize("rests", [{"eps": 0.0, "theta_steps": 0}, {"x_steps": 0, "theta_steps": 0}])
@@ -101,7 +102,8 @@ def test_bcn_without_players_equals_plain_replay(make_task, samples, train, asse
     assert_same(task, copied)
 
 
-# The 20 stored samples come first.
+# The pool starts with the 20 stored samples. A batch of 12 has stored samples only. A batch of 25 has all 20 and 5 new
+# samples.
 @pytest.mark.parametrize("batch", [12, 25])
 @pytest.mark.parametrize(
     "players",
@@ -143,14 +145,14 @@ def test_bcn_draws_past_and_current_samples_in_each_step(make_task, samples, tra
 
     monkeypatch.setattr(torch, "randint", watched)
     two_tasks(make_task, samples, train, BCN(0.5, batch_size=40, theta_steps=0))
-    # 10 stored samples, and batches of 8, 8 and 4.
+    # The pool has 10 stored samples and a batch of 8, 8 or 4 new samples.
     assert [high for high, _ in drawn] == [18, 18, 14] * 2
     assert len({tuple(rows.tolist()) for _, rows in drawn}) == 6
     assert all(len(rows) == 40 and int(rows.max()) >= 10 for _, rows in drawn)
 
 
 def test_bcn_dropout_and_batch_norm_stay_consistent(make_task, samples, train):
-    """Dropout is the same in all terms of a step. Batch normalization uses the batches only."""
+    """Batch normalization counts each of the 12 training batches once, and all values stay finite."""
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 4))
     task = make_task(model=model)
     method = BCN(1.0)
@@ -160,7 +162,7 @@ def test_bcn_dropout_and_batch_norm_stay_consistent(make_task, samples, train):
     assert all(torch.isfinite(value).all() for value in task.state_dict().values())
 
 
-# Invalid inputs.
+# Tests of invalid inputs.
 
 
 class Counts(nn.Linear):

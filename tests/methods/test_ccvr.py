@@ -1,4 +1,4 @@
-"""CCVR: clients' moments add up to those of all samples, and the head is trained on samples drawn from them."""
+"""Tests of CCVR: the sums of the clients' moments, and the head that is trained on samples drawn from these moments."""
 
 import numpy as np
 import pytest
@@ -85,7 +85,7 @@ def test_ccvr_head_learns_all_classes_from_moments(fit, make_stream, make_task, 
         task, stream = make_task(still, MLP([6, 32, 4]), seed), make_stream(partition="dirichlet")
         before = {name: value.clone() for name, value in task.state_dict().items()}
         trainer = fit(task, stream, [CCVR(lr=0.1, epochs=20, **options)])
-        # The experiences of the classes.
+        # The server stores the number of the experience in which each class appeared, counted from 1.
         assert trainer.strategy.server.get_section("CCVR")["task"].tolist() == [1, 1, 2, 2]
         found.append(accuracy(task, stream))
         assert all(torch.equal(task.state_dict()[name], value) for name, value in before.items() if "3." not in name)
@@ -127,5 +127,5 @@ def test_decoupled_logits_have_equal_mean_norm_over_tasks():
     # The ratios between the logits of a sample do not change.
     torch.testing.assert_close(found / found[:, :1], logits / logits[:, :1])
     torch.testing.assert_close(decoupled_logits(40 * logits, task, 0.1), found)
-    # With a single task the norms are the same.
+    # If all classes belong to one task, the norm is the same.
     torch.testing.assert_close(decoupled_logits(logits, 0 * task, 0.1).norm(dim=1), norms)

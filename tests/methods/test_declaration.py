@@ -1,4 +1,4 @@
-"""Hooks and requirements of methods, composition of several methods, and parts of the method driver."""
+"""Tests of hooks and requirements of methods, of several methods in one fit, and of the method driver."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -212,7 +212,7 @@ def test_get_methods_keeps_callback_order():
     assert get_methods(SimpleNamespace(callbacks=[methods[0], Callback(), methods[1]])) == methods
 
 
-# Parts of the driver.
+# Tests of the method driver.
 
 
 def pool(number):
@@ -316,7 +316,7 @@ def test_trainable_patterns_depend_on_local_epoch(fit, make_stream, make_task, l
 
 
 class Bare(L.LightningModule):
-    """A module without a separate loss for samples."""
+    """A module that defines no loss per sample."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""DER++: the stored samples and logits, and the penalty on them."""
+"""Tests of DER++: the stored samples and logits, and the penalty."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from lightning_fcl.methods.functional import predictions
 
 
 def step_of(task, x, y, **kwargs):
-    """Return a step of a task as the driver makes it, but without a driver."""
+    """Return a `Step` of a task for a direct call of a method, without the method driver."""
     nothing = {"params": dict(task.named_parameters()), "received_state": {}, "teacher_forward": lambda state, x: x}
     return Step(
         **nothing, x=x, y=y, output=task(x), forward_fn=task, loss_fn=lambda x, y: F.cross_entropy(task(x), y), **kwargs
@@ -42,7 +42,7 @@ def test_derpp_stores_logits_of_trained_model(make_task, samples, train):
         (i, j) for i, x in enumerate(first["x"]) for j, z in enumerate(memory_of(method)["x"]) if torch.equal(x, z)
     ]
     assert 0 < len(stayed) < 6
-    # Stored samples keep the logits from the time when they were stored.
+    # Samples that stay in the buffer keep the logits of the model that stored them.
     for i, j in stayed:
         assert torch.equal(memory_of(method)["logits"][j], first["logits"][i])
 

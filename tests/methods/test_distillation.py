@@ -1,4 +1,4 @@
-"""LwF, FLwF and FLwF-2T: identities of the loss functions, and training compared with hand-written loops."""
+"""Tests of LwF, FLwF and FLwF-2T: identities of the losses, and training compared with hand-written loops."""
 
 import copy
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.rounding
 
 
 def kd(student, teacher, temperature=2.0):
-    """Return the mean cross-entropy between softened outputs over the batch, computed with torch's functions."""
+    """Return the mean cross-entropy between the softened outputs of teacher and student, from torch's functions."""
     target, log = F.softmax(teacher / temperature, 1), F.log_softmax(student / temperature, 1)
     entropy = torch.distributions.Categorical(probs=target).entropy().mean()
     return F.kl_div(log, target, reduction="batchmean") + entropy
@@ -34,14 +34,14 @@ def frozen(task):
 
 @pytest.fixture
 def step(make_task, samples):
-    """A step of a student, with the state of another model as the server's."""
+    """Return a step of a student. The received server state is the state of another model."""
     student, server, x = make_task(), make_task(seed=1), samples()[0]
     return Step(dict(student.named_parameters()), server.state_dict(), x, student(x), make_teacher_fn(student))
 
 
 @pytest.fixture
 def own(make_task):
-    """The state of a client that has trained before."""
+    """Return the method state of a client that has trained before."""
     return with_prefix(make_task(seed=2).state_dict(), "own")
 
 
@@ -114,7 +114,7 @@ def test_lwf_old_classes_follow_experience_index(make_task, teacher, of):
         later, memory = a_round(memory, states[3], states[3], number, 1, label=1)
         assert later["old"].tolist() == [True, False, True, False]
         assert all(torch.equal(strip_prefix(later, "teacher")[n], states[of][n]) for n in states[of])
-        # The client's state does not include a teacher that the server stores.
+        # A client stores the teacher only if `teacher` is "client".
         assert bool(strip_prefix(memory, "teacher")) == (teacher == "client")
         assert bool(strip_prefix(later, "latest")) == (teacher == "client")
 

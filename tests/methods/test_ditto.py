@@ -1,4 +1,4 @@
-"""Ditto: the shared model equals FedAvg's. The personal model follows the paper's formula."""
+"""Tests of Ditto: the shared model equals FedAvg's model, and the personal model follows the paper's formula."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""State of one experience: it is reset when all clients enter an experience. Other state is kept."""
+"""Tests of method state that lasts for one experience: it is reset when all clients enter the next experience."""
 
 import copy
 import inspect
@@ -56,7 +56,7 @@ class Counts(Method):
 
 
 class Alone(Counts):
-    """A method that supports clients that enter an experience in different rounds."""
+    """A method that supports clients that enter the same experience in different rounds."""
 
     def enters_alone(self, client):
         return {"now.rounds": torch.tensor(100.0)}
@@ -124,7 +124,7 @@ def test_plain_trainer_fit_is_one_experience(train, make_task, samples):
 
 
 class Variates(Callback):
-    """Records the names of the server's variates that SCAFFOLD's clients store."""
+    """Records the names of the server's variates that SCAFFOLD's clients store in their method state."""
 
     def __init__(self):
         self.begun = set()
@@ -185,7 +185,7 @@ def test_scaffold_partial_participation_equals_algorithm_per_experience(
 
     by_hand(hand, stream, with_samples)
     assert_same(task, hand, 1e-5)
-    # Clients store their own variates only.
+    # Clients store no copies of the server's variates.
     assert not watch.begun
 
 

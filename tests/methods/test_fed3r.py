@@ -1,4 +1,4 @@
-"""Fed3R: the classifier equals the ridge regression on the pooled samples, for any partition into clients."""
+"""Tests of Fed3R: the classifier equals ridge regression on all clients' samples, for any partition."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ def layer_of(task):
 
 
 def expected_of(task, stream, rounds, beta=1.0, temperature=0.1, base=()):
-    """Return the ridge solution on all samples of some rounds, with the task's features."""
+    """Return the ridge solution, divided by the temperature, for the features of all samples of some rounds."""
     own = [np.asarray(base, dtype=np.int64), *(part for r in rounds for part in stream.plan.train[r].values())]
     x, y = stream.get_samples(np.concatenate(own))
     with torch.no_grad():
@@ -38,7 +38,7 @@ def expected_of(task, stream, rounds, beta=1.0, temperature=0.1, base=()):
 
 
 class Layers(Callback):
-    """Records the server's last layer after each round, and the clients that trained."""
+    """Records the server's last layer and the clients with an accepted upload after each round."""
 
     def __init__(self):
         self.kept, self.trained = [], []
@@ -63,7 +63,7 @@ def test_fed3r_layer_is_trained_and_recomputed_per_experience(fit, make_stream, 
     fit(task, stream, [Fed3R(), layers])
     first, second, third, _ = layers.kept
     assert not torch.equal(first, second)
-    # Classes 2 and 3 come with the second experience.
+    # Samples of classes 2 and 3 are in the second experience only.
     assert first[2:].abs().max() == 0 and third[2:].abs().max() > 0
 
 

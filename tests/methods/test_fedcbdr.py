@@ -1,4 +1,4 @@
-"""FedCBDR: leverage scores over the samples of all clients, and the samples that clients store by these scores."""
+"""Tests of FedCBDR: leverage scores over the samples of all clients, and the samples that clients store."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""FedKNOW: the weights that are kept for each task, their network's predictions, and the projection of gradients."""
+"""Tests of FedKNOW: the weights that are kept for each task, their predictions, and the projection of gradients."""
 
 import copy
 
@@ -19,7 +19,7 @@ def test_largest_selects_largest_free_weights():
     chosen = largest(weight, free, 0.1)
     assert chosen.sum() == 20 and not (chosen & ~free).any()
     assert weight.abs()[chosen].min() >= weight.abs()[free & ~chosen].max()
-    # There are fewer free weights than the share asks for.
+    # The share of 0.9 is larger than the share of free weights, so all free weights are selected.
     assert largest(weight, free, 0.9).sum() == free.sum()
 
 
@@ -40,7 +40,7 @@ def test_fedknow_task_weights_are_disjoint_and_unchanged():
     memories = extracted(FedKNOW(rho=0.2, tune_epochs=0), task)
     for number, (own, memory) in enumerate(memories):
         owner, kept = memory["owner.model.body.0.weight"], memory["kept.model.body.0.weight"]
-        # 20 % of 5 x 6 weights per task.
+        # Each task owns 6 weights: 20 % of 5 x 6.
         assert [(owner == n + 1).sum().item() for n in range(number + 1)] == [6] * (number + 1)
         assert torch.equal(kept[owner == number + 1], own["model.body.0.weight"][owner == number + 1])
         assert (kept[owner == 0] == 0).all()
@@ -79,7 +79,7 @@ def test_fedknow_tuning_changes_task_weights_only_and_lowers_loss():
             other = copy.deepcopy(task)
             other.load_state_dict(load_task_network(memories[number][1], number))
             losses[i] += F.cross_entropy(other(x)[:, 2 * number : 2 * number + 2], y).item()
-    # The losses are 3.39 and 3.17.
+    # Measured: the sum of the losses is 3.39 without tuning and 3.17 with tuning.
     assert losses[1] < losses[0] - 0.1, losses
 
 

@@ -1,4 +1,4 @@
-"""FedNova: it equals FedAvg with equal numbers of steps, and unequal numbers do not change its fixed point."""
+"""Tests of FedNova: equality with FedAvg for equal numbers of steps, and the fixed point for unequal numbers."""
 
 import numpy as np
 import pytest
@@ -13,12 +13,12 @@ from lightning_fcl.methods import Method
 from .quadratics import CURVATURES, TARGETS, clients, minimum, quadratic, value
 
 SAMPLES = np.array([4, 8, 16, 32])
-# Steps per epoch, with batches of 4 samples.
+# Number of steps per epoch of each client, with batches of 4 samples.
 STEPS = SAMPLES // 4
 
 
 def step_of(client, w, steps, lr, momentum):
-    """Return the parameter after a client's steps from w."""
+    """Return the parameter of a client after some steps from the start value ``w``."""
     velocity = 0.0
     for _ in range(steps):
         velocity = momentum * velocity + CURVATURES[client] * (w - TARGETS[client])
@@ -29,7 +29,12 @@ def step_of(client, w, steps, lr, momentum):
 @pytest.mark.parametrize("momentum", [0.0, 0.8])
 @pytest.mark.parametrize("weights", ["samples", "uniform"])
 def test_fednova_round_equals_paper_formula(fit, weights, momentum):
-    """The new model is x + tau_eff * sum_k p_k (y_k - x) / ||a_k||."""
+    """The new model is x + tau_eff * sum_k p_k (y_k - x) /
+
+    a_k
+
+    _1. Client k has weight p_k and trained model y_k.
+    """
     task = quadratic(lr=0.02, momentum=momentum)
     fit(task, clients(1, SAMPLES), [FedNova()], client_weights=weights, seed=0)
     p = SAMPLES / SAMPLES.sum() if weights == "samples" else np.full(4, 0.25)

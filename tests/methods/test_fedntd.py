@@ -1,4 +1,4 @@
-"""FedNTD: distillation of all classes except the true class."""
+"""Tests of FedNTD: distillation of all classes except the true class."""
 
 import copy
 
@@ -11,7 +11,7 @@ from lightning_fcl.methods.context import Client, Step
 
 
 def divergence(student, teacher, y, temperature):
-    """Return the mean KL divergence of the softmax over all classes except the true class."""
+    """Return the mean KL divergence between teacher and student over all classes except the true class."""
     total = 0.0
     for own, known, label in zip(student, teacher, y.tolist(), strict=True):
         others = [c for c in range(len(own)) if c != label]

@@ -1,4 +1,4 @@
-"""FedProto: prototypes, the penalty on the distance to them, and prediction by the nearest prototype."""
+"""Tests of FedProto: prototypes, the penalty on the distance to prototypes, and prediction by the nearest prototype."""
 
 import pytest
 import torch

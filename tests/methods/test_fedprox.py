@@ -1,4 +1,4 @@
-"""FedProx: the proximal term, and training compared with a hand-written loop."""
+"""Tests of FedProx: the proximal term, and training compared with a hand-written loop."""
 
 import copy
 
@@ -59,7 +59,7 @@ def test_method_with_loss_scaling_raises(make_task, samples, train):
 
 
 class Detour(Classifier):
-    """A module whose training step never calls the module itself."""
+    """A module whose training step calls `self.model` instead of the module itself."""
 
     def training_step(self, batch, batch_idx):
         x, y = batch

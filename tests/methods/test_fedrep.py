@@ -1,4 +1,4 @@
-"""FedRep: clients train the head first, then the body. The frozen part stays bitwise unchanged."""
+"""Tests of FedRep: clients train the head first, then the body. The frozen part stays bitwise unchanged."""
 
 import copy
 
@@ -42,7 +42,7 @@ class Stages(Callback):
         self.before = copy.deepcopy(module.state_dict())
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        # After the last batch the module has the state of the server or of another client.
+        # After the last batch of a client, the module no longer contains the client's state.
         if not trainer.strategy.current_round.last_batch:
             after = module.state_dict().items()
             changed = {name.split(".")[1] for name, value in after if not torch.equal(value, self.before[name])}
@@ -97,7 +97,7 @@ def test_fedrep_equals_hand_written_loop(fit, make_stream, change):
     change(start)
     for name, value in net.body.state_dict().items():
         torch.testing.assert_close(task.state_dict()[f"model.body.{name}"], value)
-        # Batch normalization removes the effect of this bias.
+        # Batch normalization removes the effect of the bias of layer 0.
         if name != "0.bias":
             still = change is frozen and name.startswith("1.")
             assert torch.equal(value, start.body.state_dict()[name]) == still

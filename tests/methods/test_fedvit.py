@@ -1,4 +1,4 @@
-"""FedViT compared with a hand-written loop: stages, stored samples, task selection and integration."""
+"""Tests of FedViT: stages, stored samples, task selection and integration, compared with a hand-written loop."""
 
 import copy
 from types import SimpleNamespace
@@ -78,7 +78,7 @@ def step(params, gradient, lr=0.2):
 
 
 def rotated(gradient, past, margin):
-    """Return the solution of the quadratic program with one constraint."""
+    """Return the projected gradient for one constraint, which is the solution of the quadratic program."""
     if gradient @ past >= 0:
         return gradient
     return gradient + max(float(-(gradient @ past) / (past @ past)), margin) * past
@@ -167,12 +167,12 @@ def test_fedvit_integrate_last_changes_predicting_body_only(fit, clip, margin):
     trainer = fit(task, stream, [method, metrics, local], **options)
     plain, seen = make_task(), []
     fit(plain, stream, [FedViT(rho=0.2, **words)], **options)
-    # The last integration does not change the training.
+    # The option `integrate_last` does not change the weights of the server.
     torch.testing.assert_close(task.state_dict(), plain.state_dict(), rtol=0, atol=0)
     for client in stream.plan.clients:
         kept = trainer.strategy.server.client_store[client]
         last = {n: v for n, v in kept["FedViT"].items() if n.startswith("last.")}
-        # The client has trained on its second task.
+        # A client has an integrated state only if it has trained on its second task, which starts in round 3.
         assert bool(last) == (local.rounds[client] >= 3)
         if not last:
             continue
@@ -228,7 +228,7 @@ def test_lowest_loss_selects_share_of_each_class():
     loss = torch.rand(63, generator=generator)
     kept = lowest_loss(loss, y, 0.1)
     assert kept.tolist() == sorted(kept.tolist())
-    # The numbers follow the class proportions, with at least 1 sample per class.
+    # The function selects 10 % of the samples of each class, but at least 1 sample.
     assert [(y[kept] == c).sum().item() for c in range(3)] == [4, 2, 1]
     for c in range(3):
         out = torch.tensor([r for r in range(63) if y[r] == c and r not in kept])
@@ -261,7 +261,7 @@ def test_fedvit_selects_tasks_every_select_every_steps(monkeypatch):
     monkeypatch.setattr(FedViT, "past_gradient", lambda self, client, task, of: taken.append(task) or gradients[task])
     monkeypatch.setattr(module, "project", lambda g, rows, margin: projected.append(rows.clone()) or g)
     client = Client({"task": torch.tensor([0, 1, 2, 3])}, client_round=ClientRound("a", 3, experience_idx=3))
-    # A local epoch of the body stage.
+    # Local epoch 2 belongs to the stage that trains the body.
     client.local_epoch = 2
     method.start_client(client)
     for _ in range(4):
@@ -292,7 +292,7 @@ def test_fedvit_resumed_fit_equals_uninterrupted_fit(assert_resumes):
 @pytest.mark.seconds
 @pytest.mark.parametrize("integrate_last", [True, False])
 def test_fedvit_task_choice_does_not_depend_on_other_clients(fit, tmp_path, integrate_last):
-    """The selected tasks do not depend on the order of clients, or on an interruption of the fit."""
+    """Neither the order of clients nor an interruption of the fit changes the selected tasks."""
 
     def run(order=sorted, epochs=8, **kwargs):
         task, stream = make_task(torch.optim.Adam, 0.01, dropout=0.3), make_stream(num_tasks=4)

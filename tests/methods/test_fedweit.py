@@ -1,4 +1,4 @@
-"""FedWEIT: its loss by hand, the uploads and downloads of each client, and the independence of tasks and clients."""
+"""Tests of FedWEIT: the loss, the uploads and downloads of each client, and the independence of tasks and clients."""
 
 import copy
 import math
@@ -36,7 +36,7 @@ def make_task(net=None, optimizer=torch.optim.AdamW, lr=5e-3, tasks=3):
 
 
 def make_stream(num_clients=3, num_rounds=2, num_tasks=3, **kwargs):
-    """Return a stream of six classes of small images. Each task of a client has two of them."""
+    """Return a stream of small images of six classes. Each task of a client has two classes."""
     generator = torch.Generator().manual_seed(0)
     y = torch.arange(240) % 6
     x = 0.5 * torch.randn(240, 3, 8, 8, generator=generator) + torch.randn(6, 3, 8, 8, generator=generator)[y]
@@ -57,7 +57,7 @@ def make_stream(num_clients=3, num_rounds=2, num_tasks=3, **kwargs):
 
 
 class Watch(Callback):
-    """Records after each round: the round's record, the knowledge base before the round, and all client states."""
+    """Records for each round: the record, the states of server and clients, and the knowledge base before the round."""
 
     def __init__(self, method=None):
         self.method, self.rounds, self.known = method, [], {}
@@ -79,7 +79,7 @@ def predict(task, watched, client, x):
         return task(x)
 
 
-# Parts of the method.
+# Tests of FedWEIT's functions and loss terms.
 
 
 @pytest.mark.parametrize("sparsity", [0.0, 0.3, 0.9])
@@ -92,7 +92,7 @@ def test_kept_mask_units_drops_share_of_smallest_masks(sparsity):
 
 
 def prepared(**kwargs):
-    """Return a method during a third task, with a client's state in the network, and the client."""
+    """Prepare FedWEIT for a client's third task. Return the method, the network and the client."""
     model = FedWEITNet(make_vit(), 3)
     for task in range(3):
         model.start_task(torch.tensor([2 * task, 2 * task + 1]))
@@ -150,11 +150,11 @@ def test_fedweit_base_weight_decay_in_first_task_only():
     torch.testing.assert_close(method.penalty(client, None), expected)
 
 
-# Fits in a federation.
+# Tests that train FedWEIT in a federation.
 
 
 class Still(FedWEIT):
-    """FedWEIT with a constant mask of ones and constant adaptives of zero."""
+    """FedWEIT with untrained parts: all masks are 1 and all adaptive weights are 0."""
 
     def start_client(self, client):
         super().start_client(client)
@@ -241,7 +241,7 @@ def test_fedweit_frozen_base_keeps_past_task_predictions(fit, frozen):
         block = list(stream.plan.classes_of_task(client, 0))
         before, after = (predict(task, watch.rounds[number], client, x)[:, block] for number in (3, 5))
         assert torch.equal(before, after) == frozen
-        # The current task has been trained in between.
+        # Training on the second task changes the predictions for its classes.
         now = list(stream.plan.classes_of_task(client, 1))
         assert not torch.equal(*(predict(task, watch.rounds[number], client, x)[:, now] for number in (1, 3)))
 
@@ -282,7 +282,8 @@ def test_fedweit_partial_participation_publishes_sampled_clients(fit):
     fit(task, make_stream(4, num_rounds=3), [watch, method], reductions=OWN, participation=1, seed=1)
     drawn = [set(now.log.accepted) for now in watch.rounds]
     for end in (2, 5, 8):
-        # Any of these rounds may be the client's last round of the task.
+        # Any of these rounds may be the last round of the task for a client. Therefore, the sampled clients upload in
+        # each round.
         for round_idx in range(end - 2, end + 1):
             assert set(watch.rounds[round_idx].log.upload_bytes) == drawn[round_idx]
     for number, now in enumerate(watch.rounds[3:], 3):
@@ -352,11 +353,11 @@ def test_fedweit_evaluation_uses_client_masks_and_weights(fit):
         correct = block[torch.arange(len(y)), logits.gather(1, block).argmax(1)] == y
         assert sum(metrics.record["rounds"][-1]["correct"][client]) == int(correct.sum())
         other = predict(task, watch.rounds[-1], str((int(client) + 1) % 3), x)
-        # Each client has its own masks and weights.
+        # The other client has different masks and weights, so its logits differ.
         assert not torch.allclose(logits, other, atol=1e-2)
 
 
-# Errors.
+# Tests of errors.
 
 
 def test_fedweit_invalid_settings_raise(fit, make_stream, make_task):
@@ -377,7 +378,7 @@ def test_fedweit_invalid_settings_raise(fit, make_stream, make_task):
         fit(own_task(), own_stream(), [FedWEIT()], reductions={"model.tasks.*": "local"})
 
 
-# One mask and one adaptive for all tasks (`per_task=False`).
+# Tests of one mask and one vector of adaptive weights for all tasks (`per_task=False`).
 
 
 def one_for_all(**kwargs):
@@ -413,7 +414,7 @@ def test_fedweit_one_mask_penalty_equals_hand_written():
 @pytest.mark.seconds
 @pytest.mark.parametrize("kb_size", [0, None])
 def test_fedweit_one_mask_continues_across_tasks(fit, kb_size):
-    """Checks a client's stored state and drift targets, and that a past task predicts with the current weights."""
+    """The mask is trained across tasks. A drift target is stored per task, and past tasks use the current weights."""
     begun = []
 
     class Look(FedWEIT):
@@ -447,7 +448,7 @@ def test_fedweit_one_mask_continues_across_tasks(fit, kb_size):
         learnt = [c for task_classes in stream.plan.task_classes[client] for c in task_classes]
         assert own["model.tasks.0.classes"].tolist() == learnt
         assert {n for n in memory if n.startswith("target.")} == {"target.0", "target.1"}
-        # The targets are from the second and last round of each task.
+        # Each task has two rounds. The drift target of a task comes from its second round.
         for i in (0, 1):
             end = rounds[2 * i + 1]
             mask, adaptive = (end["model"][f"model.tasks.0.{name}"] for name in ("mask", "adaptive"))
@@ -465,5 +466,5 @@ def test_fedweit_one_mask_continues_across_tasks(fit, kb_size):
     plain = copy.deepcopy(model.net)
     for name, piece in zip(model.names, weights.detach().split(model.sizes), strict=True):
         plain.get_parameter(name).data = piece.view_as(plain.get_parameter(name))
-    # The same weights predict for all tasks.
+    # A plain network with the combined weights has the same logits.
     torch.testing.assert_close(logits, plain.eval()(x))

@@ -40,7 +40,7 @@ class Net(nn.Module):
 
 
 class Flat(nn.Sequential):
-    """The same network as a single sequence, whose batch normalization has no parameters."""
+    """The same network as one `nn.Sequential`. Its batch normalization has no parameters."""
 
     features = 5
 
@@ -56,7 +56,7 @@ class Flat(nn.Sequential):
 
 @pytest.fixture
 def shifted():
-    """Return a function that makes a stream with three clients whose inputs are shifted by 3 from client to client."""
+    """Return a function that makes a stream of three clients. The inputs of client k are shifted by 3 k."""
 
     def make(test=0.2, experiences=2, rounds=2):
         generator, y, client = torch.Generator().manual_seed(0), torch.arange(120) % 4, torch.arange(120) // 40
@@ -72,7 +72,7 @@ def statistics(task):
 
 
 def trained_features(task, stream, rounds=(0, 2)):
-    """Return the features and labels of the samples of some rounds, in double precision, by the server's model."""
+    """Return the server model's features, in double precision, and the labels, of the samples of some rounds."""
     x, y = stream.get_samples(np.concatenate([rows for r in rounds for rows in stream.plan.train[r].values()]))
     with torch.no_grad():
         return copy.deepcopy(task).eval().embed(x).double().numpy(), y.numpy()
@@ -188,7 +188,7 @@ def test_frozen_body_equals_body_in_evaluation_mode(fit, shifted, make_task, met
 def test_frozen_layers_guard_without_frozen_statistics_changes_nothing(
     fit, shifted, make_task, monkeypatch, method, learns
 ):
-    """The modules have trainable batch normalization, or no batch normalization."""
+    """The weights are equal with and without the guard if a module has no frozen batch normalization."""
     states = []
     for rests in (True, False):
         task = make_task(model=Net(freeze=False)) if learns else make_task()

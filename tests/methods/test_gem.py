@@ -31,7 +31,7 @@ def mean_gradient(task, x, y):
 
 
 def by_hand_projected(task, data, remembered, projection, epochs=2, batch=8, clip=None):
-    """Train in a plain PyTorch loop that replaces each gradient by ``projection(gradient, past_gradients)``."""
+    """Train in a plain loop with ``projection(gradient, past_gradients)``. Return the number of changed gradients."""
     optimizer, changed = task.configure_optimizers(), 0
     for _ in range(epochs):
         for x, y in zip(*(part.split(batch) for part in data), strict=True):
@@ -48,12 +48,12 @@ def by_hand_projected(task, data, remembered, projection, epochs=2, batch=8, cli
 
 
 def one_by_closed_form(gradient, references):
-    """Return the gradient of A-GEM's eq. 11, computed in double precision."""
+    """Return the projected gradient of A-GEM (equation 11), computed in double precision."""
     g, r = gradient.double(), references[0].double()
     return (g - min(float(g @ r), 0.0) / float(r @ r) * r).to(gradient.dtype)
 
 
-# Stored samples.
+# Tests of stored samples.
 
 
 def test_stratified_indices_keep_class_proportions():
@@ -69,7 +69,7 @@ def test_stratified_indices_fractional_shares_rounded():
     for size in range(1, 101):
         counts = y[stratified_indices(y, size, generator(size))].unique(return_counts=True)[1]
         assert counts.sum() == size
-        # Each class has at least one sample if there is enough space.
+        # Each of the three classes has at least one sample if `size` is at least 3.
         assert len(counts) == (3 if size >= 3 else 1)
     y = torch.arange(5).repeat_interleave(7)
     for size in range(1, 36):
@@ -151,7 +151,7 @@ def test_gem_client_stores_samples_of_each_trained_task(fit, make_stream, make_t
 
 
 def test_gem_client_without_data_in_task_stores_no_samples(fit, make_stream, make_task):
-    """The client has no data in the first experience, so that no sample of it constrains the second experience."""
+    """Client b has no data in the first experience, so it stores samples of the second experience only."""
     stream = make_stream(client_ids=np.array(["a", "b"])[np.arange(240) // 4 % 2])
     stream.setup("fit")
     del stream.plan.train[0]["b"]
@@ -161,7 +161,7 @@ def test_gem_client_without_data_in_task_stores_no_samples(fit, make_stream, mak
     assert store["b"]["GEM"]["task"].unique().tolist() == [1]
 
 
-# Projected gradients.
+# Tests of projected gradients.
 
 
 @pytest.mark.parametrize(("clip", "accumulate"), [(None, 1), (0.2, 1), (None, 2)])
@@ -255,7 +255,7 @@ def test_gradient_fn_uses_trainer_precision(make_task, samples, train, precision
     assert seen[0][0].dtype == (torch.float64 if precision == "64-true" else torch.float32)
 
 
-# Combination with other methods, and invalid data.
+# Tests of combinations with other methods, and of invalid data.
 
 
 def test_gem_with_replay_stores_no_replay_samples(make_task, samples, train):

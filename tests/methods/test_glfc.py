@@ -130,7 +130,7 @@ def test_glfc_federation_equals_paper_algorithm(fit, make_stream, make_task, ass
 
 
 class Climbs(Callback):
-    """A callback that makes clients maximize the loss in the second half of each four rounds."""
+    """A callback that makes clients maximize the loss in the last two of every four rounds."""
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         trainer.optimizers[0].param_groups[0]["maximize"] = trainer.current_epoch % 4 >= 2
@@ -157,7 +157,7 @@ def known(task, state, kept):
 @pytest.mark.seconds
 @pytest.mark.parametrize("partition", ["iid", "dirichlet"])
 def test_glfc_proxy_server_keeps_most_accurate_model(fit, make_stream, make_task, partition):
-    """The test does not depend on the quality of the inversion: models are compared on the reconstructed images."""
+    """Models are compared on the reconstructed images, so the quality of the inversion does not matter."""
     behind = []
     for seed in range(2):
         task = make_task(model=MLP([6, 16, 4]), seed=seed)
@@ -218,5 +218,5 @@ def test_glfc_teacher_is_server_model_before_newest_experience():
         untaught = GLFC(strength=0.0).prepare_client_state(Client({}, {"w": torch.zeros(1)}, part))
         assert not any(name.startswith("teacher.") for name in untaught)
         memory = method.update_client_state(client, {}, None)
-        # The client does not keep the teacher, because the server has it.
+        # The client does not store the teacher, because the server stores the teacher.
         assert "teacher.w" not in memory

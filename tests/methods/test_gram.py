@@ -46,7 +46,7 @@ def test_gram_matrix_different_scales_keep_precision():
     scales = torch.tensor([1e-6, 1e3, 1.0, 1e-3])
     ratio = gram_matrix(rows * scales[:, None], last) / expected(rows, last)
     factors = np.append(scales.double().numpy(), 1.0)
-    # The scaling rounds to single precision.
+    # The scaled values are rounded to single precision.
     np.testing.assert_allclose(ratio, np.outer(factors, factors), rtol=1e-5)
 
 

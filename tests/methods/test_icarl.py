@@ -71,7 +71,7 @@ def test_icarl_training_equals_lwf_with_replay(make_task, samples, train, assert
 
         @property
         def section_name(self):
-            # The section name is part of the random seed.
+            # The random seed depends on the section name, so both methods draw the same numbers.
             return "ICaRL"
 
     tasks, method = [make_task(), make_task()], ICaRL(8, 2.0)
@@ -85,7 +85,7 @@ def test_icarl_training_equals_lwf_with_replay(make_task, samples, train, assert
 
 
 class Trained(Callback):
-    """A callback that records each client's state after its latest training, and the round."""
+    """A callback that records each client's model state after its latest training, and the number of the round."""
 
     def __init__(self):
         self.states, self.rounds = {}, {}

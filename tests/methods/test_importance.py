@@ -62,7 +62,7 @@ class Reuse(nn.Module):
 
 
 class Patches(nn.Module):
-    """A network with a layer that gets two rows per sample."""
+    """A network with a layer whose input has two rows per sample."""
 
     def __init__(self):
         super().__init__()
@@ -205,7 +205,7 @@ def test_training_over_three_experiences_equals_plain_loop(
         weights = {n: decay * weights[n] + value if i else value for n, value in new.items()}
         centers = {n: p.detach().clone() for n, p in copied.named_parameters()}
         assert_close(strip_prefix(memory_of(method), "importance"), weights)
-    # The penalty has an effect.
+    # Training without the penalty gives different weights.
     by_hand(plain, parts[-1])
     assert (plain.model[1].weight - task.model[1].weight).abs().max() > 1e-3
 
@@ -215,7 +215,7 @@ def test_training_over_three_experiences_equals_plain_loop(
 def test_normalized_penalty_does_not_diverge(kind, greatest, make_task):
     """Gradient descent on the penalty alone does not diverge, even if importances differ by orders of magnitude."""
     torch.manual_seed(0)
-    # The product of the rate and the strength is 1.9.
+    # The product of the learning rate and the strength is 1.9.
     rate, strength = 0.1, 19.0
     method, task = KINDS[kind](strength), make_task()
     memory = method.prepare_client_state(Client({}, task.state_dict(), ClientRound("a", 0), task))
@@ -250,7 +250,7 @@ class Convolutional(nn.Sequential):
 
 
 def second_task(make, method, holds, seed, quiet):
-    """Train on digits, then on rotated digits. Return the change of the parameters, weighted by their importance."""
+    """Train on digits, then on rotated digits. Return the sum of squared parameter changes, weighted by importance."""
     data = load_dataset("digits")
     x, y = torch.from_numpy(data.x), torch.from_numpy(data.y)
     torch.manual_seed(seed)

@@ -1,7 +1,7 @@
 """Tests that methods of this library and of Avalanche give the same weights on the same batches and stored samples.
 
-This library trains first, in a plain Trainer (one `fit` per experience) or in a federation of one client. Each batch is
-recorded as the training step got it, and also the samples that the method stored. Then Avalanche's training loop and
+This library trains first, in a plain Trainer (one `fit` per experience) or in a federation of one client. The test
+records each batch that a training step gets, and the samples that the method stores. Then Avalanche's training loop and
 plugins train the same network on the recorded data. If the two libraries define a method differently, `CASES` converts
 the arguments.
 """
@@ -42,19 +42,19 @@ CLASSES = ([3, 0, 7, 5], [1, 8, 2], [9, 4, 6])
 BATCH, EPOCHS = 16, 2
 # Double precision keeps rounding errors small.
 DOUBLE = {"precision": "64-true"}
-# Ridge that Avalanche's GEM, like the code of GEM's authors, adds to the diagonal of the dual problem.
+# Avalanche's GEM and the code of GEM's authors add this ridge to the diagonal of the dual problem.
 RIDGE = 1e-3
 
 
 def digits():
-    """Return 128 digits per experience: only full batches, and values that single precision represents exactly."""
+    """Return 128 digits per experience. All batches are full, and single precision represents all values exactly."""
     x, y = (torch.from_numpy(part) for part in load_digits(return_X_y=True))
     rows = [torch.nonzero(torch.isin(y, torch.tensor(classes))).flatten()[:128] for classes in CLASSES]
     return [(x[chosen].float() / 16, y[chosen]) for chosen in rows]
 
 
 def sgd(params):
-    # SGD without momentum has no state. Avalanche would keep the state from experience to experience.
+    # Avalanche would keep the optimizer state between experiences. SGD without momentum has no state.
     return torch.optim.SGD(params, lr=0.2)
 
 
@@ -114,7 +114,7 @@ def in_a_federation(method, quiet, fit):
 
 
 class OnGiven(Naive):
-    """Avalanche's training loop on given batches."""
+    """Avalanche's training loop, run on the recorded batches."""
 
     def make_train_dataloader(self, **kwargs):
         # All samples have the same task label.
@@ -155,7 +155,7 @@ class EWCBySample(EWCPlugin):
 
 
 class GEMOnGiven(GEMPlugin):
-    """GEM that stores the samples that this library stored, because both libraries draw them at random."""
+    """Avalanche's GEM with the samples that this library stored. Otherwise, each library draws different samples."""
 
     def __init__(self, ours, strength):
         super().__init__(len(ours.memory["y"]), strength)
@@ -168,7 +168,7 @@ class GEMOnGiven(GEMPlugin):
 
 
 class AGEMOnGiven(AGEMPlugin):
-    """A-GEM that uses the reference samples that this library used."""
+    """Avalanche's A-GEM with the reference samples that this library used."""
 
     def __init__(self, ours):
         super().__init__(1, 1)
@@ -180,7 +180,7 @@ class AGEMOnGiven(AGEMPlugin):
 
 
 class KeptAGEM(AGEM):
-    """A-GEM that records the samples of each reference gradient."""
+    """This library's A-GEM. It also records the samples of each reference gradient."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -204,7 +204,8 @@ def with_ridge(gradient, constraints, margin):
 CASES = {
     "Naive": (lambda: None, lambda ours: []),
     "LwF": (lambda: LwF(strength=3.0, temperature=1.5), lambda ours: [LwFPlugin(alpha=3.0, temperature=1.5)]),
-    # This library has a factor 1/2 and optional normalization. Its single center equals Avalanche's mode "online".
+    # EWC of this library has a factor 1/2 and optional normalization. Its single center equals the mode "online" of
+    # Avalanche.
     "EWC": (
         lambda: EWC(strength=3.0, normalize=False),
         lambda ours: [EWCBySample(1.5, mode="online", decay_factor=1.0)],

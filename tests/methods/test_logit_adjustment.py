@@ -44,7 +44,7 @@ def test_logit_adjusted_loss_class_without_samples_is_finite():
 
 
 class Counts(Callback):
-    """A callback that records the server's counts after each round."""
+    """A callback that records the server's counts of samples per class after each round."""
 
     def __init__(self):
         self.kept = []

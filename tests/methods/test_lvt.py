@@ -24,7 +24,7 @@ KEYS = ("model.external_key", "model.external_bias")
 
 
 class Net(nn.Module):
-    """A network with attention of a vector to keys that are parameters."""
+    """A network in which the input attends to keys that are parameters."""
 
     def __init__(self):
         super().__init__()
@@ -37,7 +37,7 @@ class Net(nn.Module):
 
 @pytest.fixture
 def make_net(make_task):
-    """Return a function that makes classifiers with keys, all with the same initial weights."""
+    """Return a function that makes classifiers with keys. The seed determines the initial weights."""
 
     def make(seed=0):
         torch.manual_seed(seed)
@@ -54,7 +54,7 @@ def in_turn(monkeypatch):
 
 
 def knowledge(task, x, y, rho):
-    """Return K, G, and the samples with the lowest loss and their logits, computed sample by sample."""
+    """Return the keys, their mean absolute gradients, and the low-loss samples with their labels and logits."""
     params = dict(task.named_parameters())
     total = {name: torch.zeros_like(params[name]) for name in KEYS}
     losses = []
@@ -73,7 +73,7 @@ def knowledge(task, x, y, rho):
 
 
 def by_hand(task, data, known, gamma=1.0, alpha=1.0, beta=0.5, temperature=2.0, size=8, epochs=2, mu=0.0):
-    """Train in a plain PyTorch loop."""
+    """Train with the loss of LVT's method in a plain PyTorch loop."""
     optimizer, params = task.configure_optimizers(), dict(task.named_parameters())
     start = {name: value.detach().clone() for name, value in params.items()}
     previous, weight, (x_old, y_old, z_old) = known
@@ -91,7 +91,7 @@ def by_hand(task, data, known, gamma=1.0, alpha=1.0, beta=0.5, temperature=2.0, 
             optimizer.step()
 
 
-# Parts of the method.
+# Tests of the functions of LVT's method.
 
 
 def test_distillation_loss_masked_classes_equals_sliced_logits():
@@ -112,7 +112,7 @@ def test_lvt_stores_keys_of_last_task_and_samples_of_all_tasks(make_net, samples
     previous, gradient, one = knowledge(task, *first, 0.3)
     assert len(one[1]) == 6 and set(memory_of(method)["task"].tolist()) == {0}
     train(task, [method], second)
-    # Keys belong to the latest task, samples to all tasks.
+    # The stored keys belong to the latest task. The stored samples belong to all tasks.
     previous, gradient, two = knowledge(task, *second, 0.3)
     for name in KEYS:
         torch.testing.assert_close(memory_of(method)[f"previous.{name}"], previous[name], rtol=0, atol=0)
@@ -123,7 +123,7 @@ def test_lvt_stores_keys_of_last_task_and_samples_of_all_tasks(make_net, samples
     assert memory_of(method)["y"].bincount().tolist() == [3, 3, round(0.3 * 5), round(0.3 * 15)]
 
 
-# The loss.
+# Tests of the loss.
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_lvt_samples_replay_samples_in_each_step(make_net, samples, train, monke
     assert [len(rows) for rows in drawn] == [10] * 6 and len({tuple(rows.tolist()) for rows in drawn}) > 1
 
 
-# Federations and combination with other methods.
+# Tests of federations, and of combinations with other methods.
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -256,7 +256,7 @@ def test_lvt_clients_with_different_tasks_store_their_tasks(fit, participation):
             assert set(memory["y"][of_task].tolist()) == set(stream.plan.tasks[client][number])
 
 
-# Invalid modules.
+# Tests of invalid modules.
 
 
 def test_lvt_model_without_keys_raises(make_task, samples, train):

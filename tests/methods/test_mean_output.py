@@ -93,7 +93,7 @@ def loss_by_hand(output, y, new, old, mu=2.0, outputs="probabilities", distance=
 
 
 def steps_by_hand(task, stream, loss):
-    """Train all rounds of a one-client federation without shuffling in a plain loop."""
+    """Train the rounds of a federation of one client in a plain loop, without shuffling."""
     optimizer, client = task.configure_optimizers(), stream.plan.clients[0]
     task.train()
     for current in stream.plan.train:
@@ -162,7 +162,7 @@ def a_step(y, classes=6):
 
 @pytest.mark.parametrize("scope", ["session", "seen"])
 def test_replay_sample_cross_entropy_is_over_all_seen_classes(scope):
-    """The task loss plus the penalty is the cross-entropy among the chosen classes."""
+    """Replay samples use all seen classes. Samples of the session use the session's classes or all seen classes."""
     method, step = MeanOutputLoss(0.0, cross_entropy=scope), a_step([0, 1, 3, 4])
     task = F.cross_entropy(step.output, step.y)
     found = task + method.penalty(Client({"new": NEW, "old": OLD}), step)
@@ -177,14 +177,14 @@ def test_replay_sample_cross_entropy_is_over_all_seen_classes(scope):
 
 
 def test_future_class_cross_entropy_is_over_session_and_itself():
-    """With ``history="all"``, data of later sessions is present. It must not push the session's classes away."""
+    """A sample of a later session uses the session's classes and its own class. It occurs with ``history="all"``."""
     method, step = MeanOutputLoss(0.0), a_step([5])
     found = F.cross_entropy(step.output, step.y) + method.penalty(Client({"new": NEW, "old": OLD}), step)
     assert found.item() == pytest.approx(F.cross_entropy(step.output[:, 2:], torch.tensor([3])).item(), abs=1e-6)
 
 
 def test_mean_output_with_replay_equals_plain_loop(fit, make_stream, make_task, assert_same):
-    """The replay samples join the batches together with their labels."""
+    """The labels of the replay samples are added to the batches together with the samples."""
     stream = make_stream(num_clients=1, class_order=[0, 1, 2, 3], shuffle=False, batch_size=100)
     task, copied = make_task(), make_task()
     replay = Replay(1000, "class-balanced", "experience")
@@ -218,7 +218,7 @@ def test_plain_trainer_each_fit_is_a_session(make_task, samples, train, by_hand,
 
 
 def test_domain_incremental_vectorized_equals_sequential(fit, make_stream, make_task, assert_same):
-    """If the stream has no classes per experience, the new classes of a batch are those that the client has not seen.
+    """Without classes per experience, the new classes of a batch are those that the client has not seen before.
 
     The highest label differs from client to client. The last batch of client 1 has one sample, which vectorized
     training pads.

@@ -54,7 +54,7 @@ def test_resume_plain_trainer_equals_uninterrupted_fit(make_task, samples, train
     resumed = METHODS[methods]()
     train(again, resumed, second, epochs=4, ckpt_path=tmp_path / "epoch=1.ckpt")
     assert_same(again, whole, 0)
-    # This is a third experience.
+    # Training on the first data again starts a third experience.
     train(whole, callbacks, first)
     train(again, resumed, first)
     assert_same(again, whole, 0)
@@ -106,7 +106,7 @@ TASKS = {
 @pytest.mark.seconds
 @pytest.mark.parametrize("name", TASKS)
 def test_one_client_federation_equals_plain_trainer(fit, make_stream, make_task, assert_same, monkeypatch, name):
-    # BCN then uses each stored sample once.
+    # With this replacement, BCN uses each stored sample once.
     monkeypatch.setattr(torch, "randint", lambda high, size: torch.arange(high))
     tasks = [make_task(model=copy.deepcopy(model)) for model in [with_head(type(TASKS[name]()))] * 3]
     for task, methods, strategy in zip(

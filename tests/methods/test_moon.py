@@ -1,4 +1,4 @@
-"""Tests of MOON: features are pulled to the server model's features and pushed from the previous model's features."""
+"""Tests of MOON: features move toward the server model's features and away from the previous model's features."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Tests that a plain Trainer is equal to a federation of one client, for every method."""
+"""Tests that a plain Trainer gives the same results as a federation of one client."""
 
 import copy
 from typing import ClassVar
@@ -53,7 +53,7 @@ CASES = [(name, arguments) for name in LOCAL for arguments in ARGUMENTS.get(name
 class SameDraws(Callback):
     """A callback that seeds the global generator as a federation does for each client.
 
-    A plain Trainer leaves the seed to the user.
+    A plain Trainer does not seed the generator.
     """
 
     def on_train_epoch_start(self, trainer, pl_module):
@@ -61,7 +61,7 @@ class SameDraws(Callback):
 
 
 class Local(Method):
-    """A method that overrides the hooks that no method of the library uses in a plain Trainer."""
+    """A method that overrides hooks that no method of the library uses in a plain Trainer."""
 
     reductions: ClassVar = {"sums": "sum", "kept": "constant"}
 
@@ -143,7 +143,7 @@ def test_plain_trainer_equals_federation_of_one_client(fit, make_case, name, arg
         tasks.append(task)
         if strategy == "auto":
             plain = method
-    # A federation adds the readout's statistics of a round, in double precision, to the sums of earlier rounds.
+    # A federation adds the statistics of a round to the sums in double precision, so the last digits can differ.
     tolerance = 1e-12 if name == "IntrinsicPlasticity" else 0
     # The tag of the readout is a checksum, which cannot be compared with a tolerance.
     states = [{n: v for n, v in task.state_dict().items() if n != "readout.tag"} for task in tasks]
@@ -216,7 +216,7 @@ def test_plain_trainer_data_loader_equals_federation(make_task, fit, quiet, samp
     trainer = L.Trainer(max_epochs=2, callbacks=[methods[0]], **options)
     trainer.fit(tasks[0], loader)
     federated = fit(tasks[1], stream, [methods[1]], max_vectorized_clients=1, trainer_args=options)
-    # With accumulated gradients, a federation divides their sum. Lightning divides each loss.
+    # A federation divides the sum of accumulated gradients. Lightning divides each loss, so the rounding differs.
     assert_same(*tasks, 0 if accumulate == 1 else 1e-7)
     kept = federated.strategy.server.client_store.get_section("0", "EWC")
     torch.testing.assert_close(dict(memory_of(methods[0])), dict(kept), rtol=0, atol=0 if accumulate == 1 else 1e-7)
@@ -244,7 +244,7 @@ class ByHand(Classifier):
 
 
 class Counting(Method):
-    """A method that counts the rounds of the client."""
+    """A method that counts the rounds of a client and stores the number of steps."""
 
     def update_client_state(self, client, trained_state, data):
         return {
@@ -286,7 +286,7 @@ def test_resume_with_stream_equals_uninterrupted_fit(fit, make_case, assert_same
 
 
 def test_method_state_moves_to_next_trainer(make_task, samples, train):
-    """Methods that were trained in different Trainers keep their states in a common Trainer."""
+    """Methods that were trained in different Trainers keep their states in a Trainer that uses both methods."""
     alone = [EWC(5.0), LwF(2.0)]
     task = make_task()
     train(task, [alone[0]], samples([0, 2]))

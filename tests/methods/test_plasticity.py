@@ -89,7 +89,7 @@ class Watch(Callback):
 
 
 def assert_plasticity(reservoir, expected, tolerance=1e-9):
-    """Assert that gain and bias have the expected values, and that both differ from their initial values."""
+    """Assert that gain and bias equal the expected values, and that both differ from their initial values."""
     for value, wanted, start in zip((reservoir.gain, reservoir.bias), expected, (1, 0), strict=True):
         assert np.abs(wanted - start).max() > 1e-3
         np.testing.assert_allclose(value.detach().numpy(), wanted, rtol=0, atol=tolerance)
@@ -112,7 +112,7 @@ def test_fedip_equals_numpy(
     stream, method = make_series_stream(3, rounds_per_experience=3), IntrinsicPlasticity(**options)
     task, start = make_reservoir_task(make_reservoir(**reservoir)), make_reservoir(**reservoir)
     fit(task, stream, [method], max_vectorized_clients=max_vectorized_clients)
-    # The last round does not change the reservoir.
+    # The last round trains the readout and does not change the reservoir.
     expected = fedip(start, stream, method, rounds=[0, 1])
     assert_plasticity(task.reservoir, expected)
     x, y = stream.get_samples(np.concatenate(list(stream.plan.train[2].values())))
@@ -123,14 +123,14 @@ def test_fedip_equals_numpy(
 
 def test_fit_without_plasticity_does_not_adapt(fit, make_series_stream, make_reservoir_task):
     task, stream = make_reservoir_task(), make_series_stream(rounds_per_experience=2)
-    # The fit ends in a round that adapts.
+    # The first fit ends after a round that adapts the reservoir.
     fit(task, stream, [IntrinsicPlasticity()], max_epochs=1)
     fit(task, stream, max_epochs=1)
     assert int(task.readout.n) > 0 and bool(task.readout.weight.any())
 
 
 def test_server_optimizer_steps_gain_and_bias_in_adapting_rounds(fit, make_series_stream, make_reservoir_task):
-    """A server step size of 1 is plain averaging, and 0.5 is half the update. Readout rounds change nothing."""
+    """Server step size 1 equals averaging, and 0.5 applies half of the update. Readout rounds keep gain and bias."""
 
     def run(**kwargs):
         task, watch = make_reservoir_task(), Watch()
@@ -169,13 +169,14 @@ def test_uploaded_readout_weights_average_on_adapted_reservoir(
     gain, bias = fedip(start, stream, method, [0])
     gain, bias = fedip(start, stream, method, [2], gain, bias)
     parts = [stream.get_samples(rows) for rows in stream.plan.train[3].values()]
-    # Only this experience counts, because the clients' earlier sums belong to another reservoir.
+    # The readout uses this experience only, because earlier statistics belong to a reservoir with other gains and
+    # biases.
     own = [by_numpy.solve(*by_numpy.statistics(start, x, y, 4, False, gain, bias), 1e-2) for x, y in parts]
     expected = np.average(own, axis=0, weights=[len(y) for _, y in parts])
     np.testing.assert_allclose(task.readout.weight.numpy(), expected, rtol=0, atol=1e-8)
 
 
-# FedCLIP.
+# Tests of FedCLIP.
 
 
 @pytest.mark.parametrize("restart", [False, True])
@@ -239,7 +240,7 @@ def test_resume_equals_uninterrupted_fit(fit, make_series_stream, make_reservoir
     def run(folder=None, ckpt_path=None, seed=0):
         task = make_reservoir_task(upload=share, beta=[1e-2, 1.0] if share == "statistics" else 1e-2)
         with torch.no_grad():
-            # Different initial gains show values that are not restored.
+            # The initial gain depends on the seed, so the test fails if a checkpoint does not restore the gain.
             task.reservoir.gain += seed
         stream = make_series_stream(4, 2, rounds_per_experience=3, validation=0.2)
         metrics = ContinualMetrics()
@@ -287,12 +288,12 @@ def test_interrupted_round_leaves_server_unchanged(
     cut, before = run([Stop()]), run([], max_epochs=round_idx)
     for name in ("reservoir.gain", "reservoir.bias", "readout.weight"):
         assert torch.equal(cut.state_dict()[name], before.state_dict()[name]), name
-    # A readout round discards the statistics of the previous reservoir when it starts.
+    # Round 2 trains the readout. It discards the statistics of the previous reservoir when it starts.
     if round_idx != 2:
         assert all(torch.equal(value, before.state_dict()[name]) for name, value in cut.state_dict().items())
 
 
-# Plain Trainer.
+# Tests in a plain Trainer.
 
 
 @pytest.mark.parametrize("restart", [False, True])
@@ -332,7 +333,7 @@ def test_plasticity_with_replay_is_independent_of_order(train, make_series, make
     assert (first["reservoir.gain"] - without["reservoir.gain"]).abs().max() > 1e-4
 
 
-# Errors and warnings.
+# Tests of errors and warnings.
 
 
 @pytest.mark.parametrize("federated", [False, True])
@@ -346,7 +347,7 @@ def test_gains_below_min_gain_clamped_with_one_warning(
     with caplog.at_level(logging.WARNING, "lightning_fcl"):
         fit(task, stream, [method], **({} if federated else {"strategy": "auto"}))
     assert_plasticity(task.reservoir, fedip(start, stream, method, range(3)))
-    # The mean of 0.4 and 0.4 is rounded.
+    # The average of gains of 0.4 may be rounded.
     assert task.reservoir.gain.min().item() == pytest.approx(0.4, abs=1e-12)
     warned = [record.getMessage() for record in caplog.records if "min_gain" in record.getMessage()]
     assert len(warned) == 1

@@ -1,4 +1,4 @@
-"""Projections of gradients: comparison with brute force, SciPy and closed forms."""
+"""Tests of projections of gradients, compared with brute force, SciPy and closed forms."""
 
 import sys
 import warnings
@@ -44,7 +44,7 @@ def nearest(gradient, constraints):
 
 
 def cosines(result, gradient, constraints):
-    """Return the products with the constraints, divided by the lengths of gradient and constraint."""
+    """Return result @ constraint, divided by the constraint's norm and by the larger norm of gradient and result."""
     lengths = constraints.double().norm(dim=1)
     products = constraints.double() @ result.double()
     return products[lengths > 0] / lengths[lengths > 0] / max(gradient.double().norm(), result.double().norm())
@@ -153,7 +153,7 @@ def test_project_margin_is_minimum_dual_variable():
 def test_project_long_gradient_equals_scipy(p, opposite):
     gradient, constraints = problem(0, k=4, p=p, dtype=torch.float32)
     constraints -= 0.02 * gradient
-    # Large weights, whose terms cancel each other.
+    # Constraints in nearly opposite directions have large weights, whose terms cancel each other.
     if opposite:
         constraints[1] = -constraints[0] - 1e-3 * gradient
         constraints = constraints[[0, 1, 3]]

@@ -1,4 +1,4 @@
-"""Re-Fed: comparison of the importance with a hand computation, and the samples that clients keep."""
+"""Tests of Re-Fed: the importance compared with a hand computation, and the samples that clients keep."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def linear(make_task):
     return lambda optimizer=lambda params: torch.optim.SGD(params, lr=0.1): make_task(optimizer, MLP([6, 4]))
 
 
-# 300 samples are more than one chunk.
+# 300 samples need more than one chunk.
 @pytest.mark.parametrize("number", [1, 7, 300])
 @pytest.mark.parametrize("strength", [0.0, 0.5])
 def test_sample_importance_one_layer_equals_hand_computation(linear, samples, number, strength):

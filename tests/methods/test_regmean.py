@@ -1,4 +1,4 @@
-"""RegMean and LoRM: layers merged by least squares on the outputs of the clients' layers."""
+"""Tests of RegMean and LoRM: layers merged by least squares on the outputs of the clients' layers."""
 
 import dataclasses
 import itertools
@@ -41,7 +41,7 @@ class Uploads(Callback):
 
 
 def least_squares(parts):
-    """Return the layer that fits the outputs of several layers best, each on its own inputs, with NumPy."""
+    """Return the weights of one layer whose outputs are nearest to several layers' outputs, each on its own inputs."""
     rows = np.concatenate([rows.numpy() for rows, _ in parts])
     wanted = np.concatenate([(rows @ weight.T).numpy() for rows, weight in parts])
     return torch.from_numpy(np.linalg.lstsq(rows, wanted, rcond=None)[0].T)
@@ -74,7 +74,7 @@ def test_regmean_layers_equal_least_squares(fit, make_stream, make_task, network
 @pytest.mark.parametrize("alpha", [1.0, 0.5, 0.0])
 @pytest.mark.parametrize("samples", [240, 8])
 def test_regmean_one_client_equals_fedavg(fit, make_stream, make_task, assert_same, alpha, samples):
-    """The weights are also identical if the client has fewer samples than a layer has inputs."""
+    """The weights are equal up to rounding, also if the client has fewer samples than a layer has inputs."""
     tasks = [make_task(), make_task()]
     for task, methods in zip(tasks, ([RegMean(alpha)], []), strict=True):
         fit(task, make_stream(num_clients=1, samples=samples, num_experiences=1, batch_size=2), methods)
@@ -177,7 +177,7 @@ def test_lorm_experiences_are_merged_by_least_squares(fit, make_stream, make_tas
         torch.testing.assert_close(found, least_squares(parts), rtol=1e-4, atol=1e-5)
         assert not state["model.net.1.b.weight"].any()
     torch.testing.assert_close(uploads.server[ends[0]]["model.net.1.layer.weight"].double(), parts[0][1])
-    # The first experience has an effect.
+    # The merged layer differs from the layer of the second experience.
     assert (found - parts[1][1]).abs().max() > 1e-3
 
 

@@ -1,4 +1,4 @@
-"""Replay: the samples that a buffer keeps, and the samples that join the batches."""
+"""Tests of Replay: the samples that a buffer keeps, and the samples that are added to batches."""
 
 import lightning.pytorch as L
 import pytest
@@ -61,7 +61,7 @@ def test_replay_refresh_replaces_only_samples_of_current_task():
 
 def test_replay_refresh_chooses_samples_at_random():
     chosen = {tuple(sorted(numbers(learn(Replay(2, "refresh", "round"), [data([0] * 4)], s)))) for s in range(100)}
-    # Every pair of the four samples is chosen for some seed.
+    # With 100 seeds, all 6 pairs of the four samples are chosen.
     assert len(chosen) == 6
 
 
@@ -142,7 +142,7 @@ def test_replay_selection_uses_only_its_generator(policy):
 
 
 def replayed(memory, fit=0):
-    """Return a function that adds a window of the shuffled buffer to each batch, like a plain Trainer."""
+    """Return a function that adds a window of the shuffled buffer to each batch, as a plain Trainer does."""
 
     def mix(epoch, i, x, y):
         if not memory:
@@ -175,12 +175,12 @@ def test_replay_plain_trainer_adds_shuffled_samples_to_every_batch(make_task, tr
     train(make_task(), [Remembering()], (x, y), epochs=2)
     assert len(joined) == 8
     for epoch in (joined[:4], joined[4:]):
-        # Each sample joins once before any sample is repeated.
+        # Each stored sample is added once before any sample is repeated.
         assert sorted(epoch[0] + epoch[1] + epoch[2]) == list(range(24))
     # The order differs between epochs.
     assert joined[:4] != joined[4:]
     classes = [len({row // 8 for row in batch}) for batch in joined]
-    # The average is 2.8 of 3 classes. Without shuffling it would be 1.
+    # Measured: a batch has samples of 2.8 of 3 classes on average. Without shuffling it has samples of 1 class.
     assert sum(classes) > 2 * len(classes)
 
 
@@ -193,7 +193,7 @@ def test_replay_oversample_repeats_to_number_of_offered_samples():
     assert len(many_y) == 60
     values, counts = many_x.flatten().unique(return_counts=True)
     assert values.tolist() == x.flatten().sort().values.tolist()
-    # 7 samples are repeated to 60.
+    # The 7 samples are repeated until there are 60, so each sample occurs 8 or 9 times.
     assert sorted(set(counts.tolist())) == [8, 9]
     assert ((many_x.flatten() // 20).long() == many_y).all()
 
@@ -270,7 +270,7 @@ def test_replay_avalanche_buffer_is_stored_as_tensors(name):
     method = Replay(buffer=given, update="round")
     parts = [data([0, 1] * 10), data([2] * 20, 20), data([0, 3] * 10, 40)]
     memory = learn(method, parts)
-    # The given buffer is a template: it stays empty, and every client has a buffer like it.
+    # The given buffer is a template. It stays empty, and each client gets a new buffer with the same settings.
     assert method.memory_size == 12 and len(given.buffer) == 0
     assert all(isinstance(value, torch.Tensor) for value in memory.values())
     assert_consistent(memory, parts)

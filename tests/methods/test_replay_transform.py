@@ -26,7 +26,7 @@ GLOBAL = np.random.default_rng(5)
 
 
 class Noise:
-    """Adds normal noise, and records each result."""
+    """A transform that adds normal noise and records each result."""
 
     def __init__(self, scale=0.5):
         self.scale, self.made = scale, []
@@ -77,7 +77,7 @@ NOISES = [Noise, DrawsByTorch, DrawsByNumPy, DrawsByPython, DrawsByGlobals]
 
 
 class Drawn(torch.utils.data.Dataset):
-    """Samples that a dataset augments when it reads them."""
+    """A dataset that adds noise to a sample each time the sample is read."""
 
     def __init__(self, number=160):
         self.x = torch.randn(number, 6, generator=torch.Generator().manual_seed(0))
@@ -126,14 +126,14 @@ def drawing_stream(**options):
 
 
 def with_noise(seed, *key):
-    """Return a function that adds noise to samples, with the seed that `derive_seed` returns for a request."""
+    """Return a function that adds noise to samples. The seed of the noise is derived from the seed and the key."""
     generator = torch.Generator().manual_seed(rng.derive_seed(seed, "replay transform", "Replay", *key))
     return lambda x: x + 0.5 * torch.stack([torch.randn(x.shape[1:], generator=generator) for _ in x])
 
 
 @pytest.mark.seconds
 def test_replay_transform_federation_equals_hand_computation(fit, make_stream, make_task):
-    """A batch equals that without a transform, plus noise that depends on seed, client, round and batch."""
+    """A batch equals the batch without a transform plus noise. The noise depends on seed, client, round and batch."""
     seen = []
     for transform in (None, Noise()):
         batches = Batches()
@@ -151,7 +151,7 @@ def test_replay_transform_federation_equals_hand_computation(fit, make_stream, m
             expected = with_noise(7, client, number, step)(x[first:])
             assert torch.equal(noisy[first:], expected)
             changed += len(expected)
-    # The second experience has 2 local epochs and 3 clients with 5 replay samples each.
+    # In the second experience, 3 clients replay 5 samples in each of 2 local epochs.
     assert changed == 2 * 5 * 3
 
 
@@ -182,7 +182,7 @@ def test_replay_transform_plain_trainer_equals_hand_loop(make_task, samples, tra
 @pytest.mark.parametrize("data", ["arrays", "dataset"])
 @pytest.mark.parametrize("size", [1, "auto"])
 def test_replay_transform_identity_is_bitwise_identical_to_none(fit, make_stream, make_task, size, data):
-    """This also holds if the transform and the module draw from the global generators."""
+    """The weights are bitwise identical, also if the transform and the module draw from the global generators."""
 
     def discards(x):
         torch.rand(3), np.random.rand(), random.random()
@@ -246,7 +246,7 @@ def test_replay_transform_restores_its_generators(fit, make_stream, make_task, m
         results.append(bits(noise.made))
         noise.made = []
         assert states_of(noise) == before
-        # The second fit starts from a different state.
+        # Advance the generator, so that the second fit starts from a different state.
         noise.draw(torch.zeros(6))
         before = states_of(noise)
     assert results[0] and results[0] == results[1]
@@ -291,7 +291,7 @@ def test_replay_samples_keep_augmentation_of_dataset(fit, make_task):
     joined = 0
     for client in stream.plan.clients:
         kept = trainer.strategy.server.client_store[client]
-        # The samples that the last round replayed.
+        # Read the stored samples that the last round replayed.
         stored = kept.get("Replay/within", kept["Replay"])["x"]
         assert not any(torch.equal(one, other) for one in stored for other in raw)
         rows = [x[8:] for own, number, (x, _) in batches.seen if (own, number) == (client, 2) and len(x) > 8]
@@ -375,7 +375,7 @@ def test_replay_transform_applies_to_samples_drawn_per_step(fit, make_stream, ma
             return {"x": data[0][:5], "y": data[1][:5]}
 
     class OfLastRound(Callback):
-        """Removes the calls of earlier rounds, and the calls of the trial of methods before the first round."""
+        """Deletes the recorded calls of earlier rounds and of the trial before the first round."""
 
         def on_train_epoch_start(self, trainer, pl_module):
             made.clear()

@@ -1,4 +1,4 @@
-"""SCAFFOLD: comparison of control variates with the paper's formulas, and the server's model."""
+"""Tests of SCAFFOLD: control variates and the server's model, compared with the paper's formulas."""
 
 import copy
 import itertools
@@ -21,7 +21,7 @@ ROUNDS = {"num_experiences": 1, "rounds_per_experience": 3, "shuffle": False}
 
 
 class Variates(Callback):
-    """Records the control variates of the server and of all clients, and the participating clients, of each round."""
+    """Records after each round: the control variates of the server and all clients, and the participating clients."""
 
     def __init__(self):
         self.rounds = []
@@ -96,7 +96,7 @@ def test_scaffold_resets_variates_in_each_experience(fit, make_stream, make_task
     hand = copy.deepcopy(task)
     trainer = fit(task, stream, [SCAFFOLD()], max_vectorized_clients=size, local_epochs=2, **UNIFORM)
     trained = [[client for client, rows in each.items() if len(rows)] for each in stream.plan.train]
-    # At least one client has no samples of an experience.
+    # In at least one round, a client has no samples.
     assert len({*itertools.chain(*trained)}) > min(map(len, trained))
     by_hand(hand, stream, lambda round_idx: trained[round_idx])
     assert_same(task, hand, 1e-5)

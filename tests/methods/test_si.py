@@ -1,4 +1,4 @@
-"""SI: the importance from the path of training, and the penalty."""
+"""Tests of SI: the importance, which is computed along the path of training, and the penalty."""
 
 import copy
 
@@ -19,7 +19,7 @@ def importance(memory, name="model.weight"):
 
 @pytest.mark.parametrize("start", [2.5, -9.0])
 def test_si_quadratic_importance_is_half_the_curvature(fit, start):
-    """With finite steps the importance is h / (2 - lr * h), because a sum of squares replaces an integral."""
+    """For curvature h and learning rate lr, the importance is h / (2 - lr * h), because a sum replaces the integral."""
     task, lr = quadratic(lr=0.05), 0.05
     torch.nn.init.constant_(task.model.weight, start)
     trainer = fit(task, clients(rounds=1), [SI(damping=1e-6)], local_epochs=300)
@@ -29,7 +29,7 @@ def test_si_quadratic_importance_is_half_the_curvature(fit, start):
 
 
 def by_hand(task, tasks, strength, damping, decay, epochs, batch, lr=0.1):
-    """Compute equations 4 and 5 of the paper in a loop. The strength is 2 c."""
+    """Compute equations 4 and 5 of the paper in a loop. The constant c of the paper is half of ``strength``."""
     names = [name for name, _ in task.named_parameters()]
     center, total = {n: p.detach().clone() for n, p in task.named_parameters()}, dict.fromkeys(names, 0.0)
     for x, y in tasks:

@@ -1,4 +1,4 @@
-"""Batches whose samples cannot be stored: methods reject them before training. Other callbacks accept them."""
+"""Tests of batches whose samples cannot be stored. Methods that store samples reject these batches before training."""
 
 import functools
 
@@ -66,7 +66,7 @@ def collate(kind):
 
 
 class Net(Classifier):
-    """A classifier of tensors, lists, text and packed sequences."""
+    """A classifier that accepts tensors, lists, text and packed sequences."""
 
     def __init__(self):
         super().__init__(MLP([6, 5, 4]), 4)
@@ -103,7 +103,7 @@ def test_storing_methods_unsupported_batch_raises_before_training(fit, make, kin
     module, data = Net(), stream(kind)
     with raises(InvalidTypeError, "x"):
         fit(module, data, [make()])
-    # The check restores the state of the dataset.
+    # The module has made no step, and the check has restored the dataset's count of reads.
     assert not module.steps and not data.samples.x.reads
 
 
@@ -123,7 +123,7 @@ def test_plain_trainer_unsupported_batch_raises_before_first_step(quiet, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("methods", [[], [LwF]], ids=["none", "LwF"])
 def test_continual_metrics_non_tensor_batches_equal_hand_loop(fit, kind, methods):
-    """The accuracy equals that of a hand-written loop."""
+    """The accuracy equals the accuracy of a hand-written loop."""
     metrics, module, data = ContinualMetrics(), Net(), stream(kind)
     fit(module, data, [*(make() for make in methods), metrics])
     rows = data.plan.test
@@ -174,7 +174,7 @@ def test_check_batch_dict_requires_one_row_per_sample():
 
 
 def test_replay_samples_of_different_lengths_raise(fit):
-    """The samples of the second experience are longer than those of the first."""
+    """The samples of the second experience are longer than the samples of the first experience."""
 
     def pad(items):
         longest = 6 if items[0][1] == 1 else 5

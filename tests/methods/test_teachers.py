@@ -1,4 +1,4 @@
-"""Teachers of an experience: the server's model from the start of the experience, also for clients that enter late."""
+"""Tests of teachers: the server's model from the start of an experience, also for clients that enter late."""
 
 import lightning.pytorch as L
 import pytest
@@ -115,7 +115,7 @@ def test_teacher_is_sent_once_and_stored_once(fit, make_stream, make_task, name)
     assert sorted(map(tuple, of_teacher.values())) == [(0,), (0,), (size,), (size,)]
     assert sum(value.nbytes for n, value in server.get_section(name).items() if n.startswith("before.")) == size
     stored = {client: server.client_store.nbytes(client) for client in server.client_store}
-    # In the simulation no client has a copy of the teacher, but each client counts its bytes.
+    # In the simulation, no client has a copy of the teacher, but each client counts the teacher's bytes.
     assert max(stored.values()) < size
     for client, count in records[0]["client_state_bytes"].items():
         assert count == stored.get(client, 0) + size * (client in of_teacher)

@@ -1,4 +1,4 @@
-"""Methods written outside of the library. They import only `lightning_fcl.methods`."""
+"""Tests of methods that are written outside of the library and import only `lightning_fcl.methods`."""
 
 import inspect
 from functools import partial
@@ -114,7 +114,7 @@ def test_third_party_methods_are_short_and_use_public_names(kind):
     [
         (Prox(0.7), methods.FedProx(0.7), 2),
         (Consolidation(4.0), methods.EWC(4.0, normalize=False), 2),
-        # The library's SCAFFOLD resets its variates in each experience.
+        # The test has one experience, because the library's SCAFFOLD resets its variates in each experience.
         (Scaffold(), methods.SCAFFOLD(), 1),
     ],
 )

@@ -1,4 +1,4 @@
-"""Unlearning: the model after a client is removed equals a model trained without the client."""
+"""Tests of unlearning: the model after a client is removed equals a model trained without the client."""
 
 import lightning.pytorch as L
 import numpy as np
@@ -24,7 +24,7 @@ def arrays():
 
 
 def run(fit, clients=EVERYBODY, callbacks=(), rounds=3, steps=5, share="statistics", symmetric=False, **kwargs):
-    """Run a federation of some of the clients. Each client has ``steps`` new sequences in every round."""
+    """Run a federation of the given clients. Each client has ``steps`` new sequences in every round."""
     x, y, owner = arrays()
     chosen = np.isin(owner, clients)
     stream = FederatedStream.from_arrays(
@@ -35,7 +35,7 @@ def run(fit, clients=EVERYBODY, callbacks=(), rounds=3, steps=5, share="statisti
         client_ids=owner[chosen],
         seed=0,
     )
-    # Assign each client's samples by its own data only, so that they do not depend on which other clients exist.
+    # Assign samples per client, so that a client's samples do not depend on the set of clients.
     stream.setup("fit")
     order = {str(c): np.flatnonzero(owner[chosen] == c) for c in clients}
     for round_idx, current in enumerate(stream.plan.train):
