@@ -1,4 +1,4 @@
-"""Built-in reductions, compared with independent computations in NumPy."""
+"""Tests of built-in reductions, compared with independent computations in NumPy."""
 
 import numpy as np
 import pytest
@@ -163,7 +163,7 @@ def test_accumulator_memory_of_mean_and_sum_is_constant(reduction, held):
 
 def test_accumulate_copies_uploads():
     aggregator, shared = aggregator_of(w="median", v="mean"), {"w": torch.zeros(1), "v": torch.zeros(1)}
-    # A strategy trains all clients in one module, so all uploads are in the same tensors.
+    # A strategy trains all clients in one module, so all uploads use the same tensors.
     for value in (1.0, 2.0, 9.0):
         shared["w"].fill_(value)
         shared["v"].fill_(value)
@@ -255,6 +255,6 @@ def test_upload_nbytes_of_mean_and_sparse_mean():
     value = torch.zeros(100)
     value[:7] = 1.0
     assert sparse(value) == 7 * 4 + 13 and mean(value) == 400
-    # The value is sent unpacked, because the packed value would be longer.
+    # A tensor without zeros is sent unpacked, because the packed tensor would be longer.
     assert sparse(torch.ones(100)) == 400
     assert sparse(value.double()) == 7 * 8 + 13

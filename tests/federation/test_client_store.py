@@ -1,4 +1,4 @@
-"""Client states between rounds, in memory and on disk."""
+"""Tests of client states between rounds, in memory and on disk."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Compression of uploads: codes, residuals and bytes, also with vectorized clients and in resumed fits."""
+"""Tests of compressed uploads: codes, residuals and bytes, also with vectorized clients and in resumed fits."""
 
 import math
 
@@ -28,7 +28,7 @@ CODES = {
 
 
 def decoded(code, updates):
-    """Return updates, shape (clients, n), after compression and decompression."""
+    """Return updates of shape (clients, n) after compression and decompression."""
     return code.decompress(code.compress(updates), updates[0])
 
 
@@ -233,7 +233,7 @@ def run(fit, make_stream, make_task, compression, **options):
 @pytest.mark.parametrize("code", [TopK(1.0), TopK(0.999)])
 @pytest.mark.parametrize("max_vectorized_clients", [1, 4])
 def test_top_k_all_elements_equals_no_compression_bitwise(fit, make_stream, make_task, code, max_vectorized_clients):
-    # Positions would need more bytes than they save, so uploads are not compressed.
+    # Positions would need more bytes than the compression saves, so uploads are not compressed.
     plain, code = (
         run(fit, make_stream, make_task, one, max_vectorized_clients=max_vectorized_clients) for one in (None, code)
     )
@@ -272,8 +272,8 @@ def test_residual_is_kept_while_entry_is_not_uploaded():
         federation.upload([ClientRound("a", round_idx=0, num_samples=1)], states)
         federation.save_client_state("a", {name: value[0] for name, value in states.items()}, {})
         module.load_state_dict(federation.aggregate())
-    # The 15 largest elements are sent in the first round and again in the third. The sum of the residual of the first
-    # round and the third update is compressed in the third round.
+    # Rounds 1 and 3 send the 15 largest of 72 elements. Round 3 compresses the sum of its update and the residual of
+    # round 1.
     update = torch.arange(72.0)
     left = torch.where(update >= 57, 0, update) + update
     expected = left - decoded(TopK(0.2), left[None])[0]

@@ -1,4 +1,4 @@
-"""Exact sums equal sums of fractions, for any order, grouping, number of processes and threads, and instruction set."""
+"""Tests that exact sums equal sums of fractions, for any order, grouping, processes, threads and instruction set."""
 
 import hashlib
 import math
@@ -125,7 +125,7 @@ def test_exact_sum_equals_sum_of_fractions(kind, weights):
     total, expected = summed(values, weights).total(), by_hand(values, weights)
     if values.dtype not in (torch.float64, torch.complex128) and "mixed" not in kind and weights != WEIGHTS["unlike"]:
         assert torch.equal(total, expected)
-    # Rounding can differ only if a sum is halfway between two numbers, up to a term that is 2^50 times smaller.
+    # Rounding can differ only if the sum is halfway between two numbers, apart from a term that is 2^50 times smaller.
     torch.testing.assert_close(total, expected, rtol=2.0**-52, atol=0)
 
 
@@ -301,14 +301,14 @@ def test_krum_equal_scores_selects_lowest_client_index():
 
 
 class Said:
-    """The values that ranks exchange. The ranks are threads."""
+    """Values that ranks exchange. Each rank is a thread."""
 
     def __init__(self, number):
         self.number, self.values, self.met = number, [None] * number, Barrier(number)
 
 
 class Rank:
-    """A rank that is a thread."""
+    """A rank that runs in a thread."""
 
     def __init__(self, said, rank):
         self.said, self.rank, self.num_ranks = said, rank, said.number
@@ -425,7 +425,7 @@ SETTINGS = [
 
 @pytest.mark.slow
 def test_exact_sum_any_threads_and_instructions_is_bitwise_identical(tmp_path):
-    # Make the inputs only once, because the numbers of torch.randn depend on the settings.
+    # Create the inputs in this process, because the numbers of torch.randn depend on the settings.
     inputs = {kind: make() for kind, make in VALUES.items()}
     inputs |= {"large": torch.linspace(-1, 1, 900_000, dtype=torch.float64).float().view(3, -1)}
     torch.save((inputs, uploads_of(30)), tmp_path / "inputs")

@@ -1,4 +1,4 @@
-"""The schedule of FedBuff: downloads, arrivals and staleness do not depend on the order of calls."""
+"""Tests of the schedule of FedBuff: downloads, arrivals and staleness do not depend on the order of calls."""
 
 import numpy as np
 import pytest
@@ -39,8 +39,8 @@ def begun(schedule, plan, participation=1.0, seed=3, round_idx=0, **deployment):
 def by_hand(plan, speeds, buffer_size, concurrency, seed, rounds):
     """Simulate the same schedule step by step, without a heap.
 
-    Returns:
-        For each round, the buffer as (client, version), the skipped clients, and the end of the round.
+    Returns a list with one tuple per round: the buffer as pairs (client, version), the skipped clients, and the end of
+    the round.
     """
     # `training` maps each client to (arrival, version).
     training, now, told = {}, 0, []
@@ -130,7 +130,7 @@ def test_fedbuff_clock_resumes_from_state_dict(at):
     ]
     with raises(InvalidValueError, "round_idx", value=0):
         rest.round_timing(0)
-    # The clock of a fit from the beginning starts at 0 seconds.
+    # Without `round_idx`, the fit starts from the beginning, and its clock starts at 0 seconds.
     begun(rest, plan, 5)
     fresh = FedBuff(speeds, 2)
     begun(fresh, plan, 5)
@@ -156,7 +156,7 @@ def test_fedbuff_withdrawn_client_only_finishes_current_round():
 
 def test_staleness_weight_decreases_with_staleness():
     schedule = FedBuff(ClientSpeeds(1.0), 1)
-    # The weight is 1 / sqrt(1 + age).
+    # The weight is 1 / sqrt(1 + staleness).
     assert [schedule.staleness_weight(age) for age in (0, 3, 8)] == [1, 1 / 2, 1 / 3]
     assert FedBuff(ClientSpeeds(1.0), 1, staleness_exponent=0).staleness_weight(9) == 1
 

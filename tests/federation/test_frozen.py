@@ -1,4 +1,4 @@
-"""Frozen parameters are transmitted only if training changes them."""
+"""Tests that frozen parameters are transmitted only if training changes them."""
 
 import copy
 
@@ -71,7 +71,7 @@ def test_frozen_parameter_changed_by_training_is_transmitted():
     before = module.base.weight.clone()
     record = one_round(server, module, lambda row, name: 3.0 * (row == 1 and name == "base.weight"))
     assert record.upload_bytes == {"a": 80, "b": 80 + 96}
-    # Client "b" has two of the three samples.
+    # Client "b" has two of the three samples, so the mean of the changes 0 and 3 is 2.
     assert torch.allclose(module.base.weight, before + 2)
     goes_on = FederatedServer(ClientStore())
     goes_on.load_state_dict(copy.deepcopy(server.state_dict()))

@@ -1,4 +1,4 @@
-"""Arguments that take a number or a fraction: the integer 1 logs a warning if it means something other than 1.0."""
+"""Tests of arguments that take a number or a fraction: the integer 1 logs a warning if it differs from 1.0."""
 
 import logging
 

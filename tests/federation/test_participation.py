@@ -1,4 +1,4 @@
-"""Client sampling: the results do not depend on the order of calls."""
+"""Tests of client sampling: the results do not depend on the order of calls."""
 
 import pytest
 

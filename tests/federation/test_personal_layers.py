@@ -1,4 +1,4 @@
-"""FedPer, LG-FedAvg and FedBN as `reductions` rules, compared with loops that average all other entries by hand."""
+"""Tests of FedPer, LG-FedAvg and FedBN as `reductions` rules, compared with hand-written loops."""
 
 import copy
 import json
@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from lightning_fcl.data.batching import BatchPlan, order_keys, plan_batches
 
-# The rules from the table of methods in docs/migration.md, and the client-local entries.
+# Rules from the table of methods in docs/migration.md, and the entries that each rule keeps client-local.
 LINES = {
     "FedPer": ({"model.head.*": "local"}, ["model.head.weight", "model.head.bias"]),
     "LG-FedAvg": ({"model.body.*": "local"}, ["model.body.weight", "model.body.bias"]),

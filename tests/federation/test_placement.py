@@ -1,4 +1,4 @@
-"""Placement of clients on ranks: balanced loads, and clients that return to the rank with their states."""
+"""Tests of the placement of clients on ranks: balanced loads, and clients that stay on the rank with their states."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from lightning_fcl.federation.placement import Placement
 
 
 class Several:
-    """Ranks, one of which is this process. The values of the other ranks are given."""
+    """A group of ranks for one process. The test provides the values of the other ranks."""
 
     def __init__(self, number, rank, said=()):
         self.num_ranks, self.rank, self._said = number, rank, list(said)
@@ -29,7 +29,7 @@ def places(number, samples, store=None):
 @pytest.mark.parametrize("number", [2, 3, 4])
 @pytest.mark.parametrize("seed", range(5))
 def test_placement_uneven_clients_balances_loads(number, seed):
-    """If clients have 1 to 10 times as many samples as others, no rank has more than 1.18 times its share."""
+    """Clients have 10 to 100 samples. The load of each rank is at most 1.18 times the mean load."""
     draw = np.random.default_rng(seed)
     samples = {str(client): int(size) for client, size in enumerate(draw.integers(10, 101, size=20))}
     mine = places(number, samples)
@@ -39,7 +39,7 @@ def test_placement_uneven_clients_balances_loads(number, seed):
 
 
 def test_placement_measured_times_override_samples():
-    """A client whose samples take ten times as long has a rank without other clients."""
+    """If the samples of client a take ten times as long, the rank of client a trains no other client."""
     samples = dict.fromkeys("abcd", 10)
     first = Placement(Several(2, 0, [[{}], [{}]]), list(samples), ClientStore("disk"))
     first.assign([[c] for c in samples], samples)
@@ -49,17 +49,17 @@ def test_placement_measured_times_override_samples():
 
 
 def test_placement_clients_return_to_their_states():
-    """Clients return to the rank with their states if the loads stay balanced. Otherwise, the states move."""
+    """Clients stay on the rank that stores their states if the loads stay balanced. Otherwise, the states move."""
     samples = dict.fromkeys("abcd", 10)
     kept = {client: {"model": {"head": torch.tensor([float(number)])}} for number, client in enumerate(samples)}
     store = ClientStore()
     for client, state in kept.items():
         store[client] = state
     placement = Placement(Several(2, 0), list(samples), store)
-    # The other rank has the states of the other clients.
+    # This rank stores the states of a and c. The other rank stores the states of b and d.
     assert sorted(store) == ["a", "c"]
     placement._pace = dict.fromkeys(samples, 1.0)
-    # This rank trains c and a, although d is first in the list.
+    # This rank trains c and a, whose states it stores, although d is first in the list.
     assert placement.assign([["d"], ["c"], ["b"], ["a"]], samples) == [1, 3]
 
     placement._pace = {"a": 9.0, "b": 1.0, "c": 1.0, "d": 1.0}

@@ -1,4 +1,4 @@
-"""A module's attributes count as a protocol only if the module declares it. Names that are equal by chance do not."""
+"""Tests that a module implements a protocol only if it declares the protocol. Equal names do not count."""
 
 import lightning.pytorch as L
 import pytest
@@ -35,7 +35,7 @@ NAMES -= {"lightning_fcl_protocols"}
 
 
 class Others(L.LightningModule):
-    """A user's module that has all names of the protocols with other meanings."""
+    """A user's module that has all names of the protocols with different meanings."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Custom reductions: in a module, in a rule and in a recipe, with vectorized clients, and after a checkpoint."""
+"""Tests of custom reductions: in a module, a rule and a recipe, with vectorized clients, and after a checkpoint."""
 
 import lightning.pytorch as L
 import pytest
@@ -18,7 +18,7 @@ from lightning_fcl.federation.robust import Krum, TrimmedMean
 
 
 class PowerMean(Reduction):
-    """The power mean: a root of the weighted mean of powers. Its accumulator does not keep the uploads."""
+    """The power mean: a root of the weighted mean of powers. Its accumulator does not store the uploads."""
 
     name = "power_mean"
     made = 0
@@ -32,7 +32,7 @@ class PowerMean(Reduction):
 
 
 class Powers:
-    """An accumulator of sums of powers."""
+    """An accumulator that sums powers of the uploads."""
 
     def __init__(self, exponent):
         self.exponent, self.sums, self.weight = exponent, {}, 0.0
@@ -61,7 +61,7 @@ class Maximum(Reduction):
 
 
 class Extent(L.LightningModule):
-    """Learns only the largest value of each feature, and the classes that it has seen."""
+    """A module that stores the largest value of each feature, the seen classes, and the number of samples."""
 
     def __init__(self):
         super().__init__()

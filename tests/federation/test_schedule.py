@@ -1,4 +1,4 @@
-"""Deadlines: the clients that are in time on the simulated clock."""
+"""Tests of deadlines: the clients whose uploads arrive in time on the simulated clock."""
 
 import numpy as np
 import pytest
@@ -51,9 +51,9 @@ def test_deadline_slower_clients_are_late(plan):
         (9, None, ["0", "1", "2", "3", "4", "5"], 9.0),
         # All uploads arrive, so the round does not wait until the deadline.
         (None, 30.0, ["0", "1", "2", "3", "4", "5"], 9.0),
-        # No upload is in time, so the round waits for the first one.
+        # No upload arrives before the deadline, so the round waits for the first upload.
         (None, 0.5, ["0"], 1.0),
-        # Two uploads arrive at the same time. The first client of the plan counts.
+        # Two uploads arrive at the same time. Only the client that is first in the plan counts.
         (4, 5.0, ["0", "1", "2", "5"], 5.0),
     ],
 )

@@ -1,4 +1,4 @@
-"""The server's entries in addition to the module's, its checkpoints, and its checks of uploads."""
+"""Tests of the server: entries that the module does not have, checkpoints, and checks of uploads."""
 
 import copy
 
@@ -31,7 +31,7 @@ def make_server(**kwargs):
 
 
 def one_round(server, module, round_idx=0, extra=EXTRA, sent=SENT, weights=(1, 2)):
-    """Run a round of two clients. Return the states that they download, and the server's new state."""
+    """Run a round of two clients. Return the states that the clients download, and the server's new state."""
     server.start_round(module, extra_tensors=extra)
     received, _ = server.download(["a", "b"])
     shift = {
@@ -52,11 +52,12 @@ def one_round(server, module, round_idx=0, extra=EXTRA, sent=SENT, weights=(1, 2
 def test_extra_entries_are_downloaded_and_aggregated():
     server, module = make_server()
     received, result = one_round(server, module)
-    # A sum starts at zero.
+    # Clients start at zero for an entry that is summed.
     for state in received:
         assert state["Method.counts"].tolist() == [0, 0, 0] and (state["Method.prototypes"] == 9).all()
     assert result["Method.counts"].tolist() == [11, 7, 0]
-    # One client has the first class, both have the second (weights 1 and 2), and no client has the third.
+    # One client has samples of the first class. Both clients (weights 1 and 2) have the second class, and no client the
+    # third.
     assert result["Method.prototypes"].tolist() == [[1, 1], [4, 2], [9, 9]]
     assert server.extra_tensors == {name: result[name] for name in EXTRA} and server.state is result
     # No entry is client-local.
@@ -70,7 +71,7 @@ def test_extra_entries_keep_values_between_rounds_and_fits():
     assert received[0]["Method.prototypes"].tolist() == [[1, 1], [4, 2], [9, 9]]
     assert result["Method.counts"].tolist() == [12, 14, 0]
     server.start_fit(module, extra_tensors={name: (-value, reduction) for name, (value, reduction) in EXTRA.items()})
-    # Another fit continues with the values of the earlier fit.
+    # A second fit continues with the values of the first fit.
     assert server.state["Method.counts"].tolist() == [12, 14, 0]
     server.start_round(module)
     assert set(server.state) == {"weight", "bias"} and server.extra_tensors["Method.counts"].tolist() == [12, 14, 0]
@@ -132,7 +133,7 @@ def test_load_state_dict_invalid_clients_raises_and_keeps_store(clients):
 
 def test_extra_entry_with_custom_reduction():
     class Last(Reduction):
-        """The last upload. Clients start at -1."""
+        """A reduction to the last upload. Clients start at -1."""
 
         name = "last"
         is_downloaded = False
@@ -151,7 +152,7 @@ def test_extra_entry_with_custom_reduction():
 
 
 class InOrder(Reduction):
-    """All uploads, concatenated in the order of the clients."""
+    """A reduction that concatenates all uploads in the order of the clients."""
 
     name = "in_order"
 

@@ -1,4 +1,4 @@
-"""Server optimizers, compared with the formulas of their papers."""
+"""Tests of server optimizers, compared with the formulas of their papers."""
 
 import copy
 
@@ -32,7 +32,7 @@ def test_sgd_with_momentum_equals_fedavgm():
     optimizer = ServerOptimizer(lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9), ["w"])
     w, v = server.clone(), torch.zeros(4, dtype=torch.float64)
     for result, value in zip(rounds(optimizer, aggregates, server), aggregates, strict=True):
-        # FedAvgM (Hsu et al., 2019).
+        # Compute the update of FedAvgM (Hsu et al., 2019).
         v = 0.9 * v + (w - value)
         w = w - 0.7 * v
         torch.testing.assert_close(result, w, rtol=0, atol=1e-12)
@@ -59,7 +59,7 @@ def test_server_optimizer_resumed_is_bitwise_identical():
     middle = rounds(first, aggregates[:2], server)[-1]
     second = make()
     second.load_state_dict(copy.deepcopy(first.state_dict()))
-    # A checkpoint can be saved between loading the state and the next step.
+    # A checkpoint that is saved between loading the state and the next step is complete.
     assert second.state_dict()["state"].keys() == first.state_dict()["state"].keys()
     assert torch.equal(rounds(second, aggregates[2:], middle)[-1], expected[-1])
     assert not torch.equal(rounds(make(), aggregates[2:], middle)[-1], expected[-1])

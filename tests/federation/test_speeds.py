@@ -1,4 +1,4 @@
-"""Speeds of clients: typical, random, or given for single clients."""
+"""Tests of client speeds: typical, random, or given for single clients."""
 
 import math
 import statistics
@@ -40,7 +40,7 @@ def test_spread_factors_are_log_normal_with_median_one():
     compute, send = ([math.log(getattr(one, of)) for one in drawn] for of in ("seconds_per_sample", "upload_bandwidth"))
     for logs in (compute, send):
         assert abs(statistics.fmean(logs)) < 0.05 and abs(statistics.stdev(logs) - 0.5) < 0.05
-    # This is one client in six, as the docstring of `ClientSpeeds` says.
+    # The share 0.159 is about one client in six, as the docstring of `ClientSpeeds` states.
     assert abs(statistics.fmean(log > 0.5 for log in compute) - 0.159) < 0.03
     assert abs(statistics.correlation(compute, send)) < 0.1
 

@@ -1,4 +1,4 @@
-"""Swarms: the master of each round, and the weights of nodes that miss a synchronization."""
+"""Tests of swarms: the master of each round, and the weights of nodes that miss a synchronization."""
 
 import copy
 from dataclasses import replace
@@ -45,11 +45,8 @@ def local_training(task, state, stream, client, round_idx, seed=0):
 def by_hand(task, stream, missing, leaves=()):
     """Train a swarm by hand and return the state after each round.
 
-    Args:
-        task: The module.
-        stream: The stream.
-        missing: The rounds whose synchronization each client misses.
-        leaves: The first round without each client that leaves.
+    ``missing`` maps a client to the rounds whose synchronization the client misses. ``leaves`` maps a client to the
+    first round without the client.
     """
     server, own, states = snapshot(task), {}, []
     for round_idx, current in enumerate(stream.plan.train):
@@ -119,7 +116,8 @@ def test_swarm_records_master_uploads_and_downloads(fit, make_stream, make_task)
     fit(task, stream, [metrics], swarm=swarm, seed=0)
     size = sum(value.nbytes for value in task.state_dict().values())
     everybody = {"0", "1", "2", "3"}
-    # A client that misses a synchronization has no upload, and no download in the next round. The master has neither.
+    # A client that misses a synchronization uploads nothing, and downloads nothing in the next round. The master
+    # transmits no bytes.
     expected = [
         ("0", everybody, everybody),
         ("1", everybody - {"0"}, everybody),
@@ -149,7 +147,7 @@ def test_swarm_all_nodes_miss_sync_keeps_server_state(fit, make_stream, make_tas
         max_epochs=3,
     )
     same(states.after[0], start)
-    # In the third round, each client uploads the result of three rounds of its own training.
+    # In the third round, each client uploads its state after three rounds of local training.
     same(states.after, by_hand(make_task(), stream, everybody)[:3])
     assert [entry["master"] for entry in metrics.record["rounds"]] == [None, None, "0"]
     assert [entry["upload_bytes"] for entry in metrics.record["rounds"][:2]] == [{}, {}]
@@ -234,7 +232,7 @@ def test_swarm_resumed_equals_uninterrupted_fit(fit, make_stream, make_task, tmp
 
 
 def test_swarm_node_that_diverges_restarts_from_server_weights(fit, make_stream, make_task):
-    """Its late upload is dropped. In the next round it starts from the server's weights, like other nodes."""
+    """The node's late upload is dropped. In the next round, the node starts from the server's weights."""
     stream = make_stream(rounds_per_experience=3)
     stream.setup("fit")
     poisoned, poison = stream.plan.train[0]["1"], ContinualMetrics()

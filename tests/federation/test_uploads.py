@@ -1,4 +1,4 @@
-"""Uploads: all tensors that leave a client pass through the transforms, in simulations and on nodes."""
+"""Tests of uploads: all tensors that a client sends pass through the transforms, in simulations and on nodes."""
 
 import hashlib
 
@@ -28,7 +28,7 @@ from lightning_fcl.tasks.ridge_statistics import ConcatRows
 
 
 class Probe(UploadTransform):
-    """Records the bytes of all tensors that leave each client."""
+    """Records the number of bytes that each client sends in each round."""
 
     stage = Stage.COUNT
 
@@ -42,7 +42,7 @@ class Probe(UploadTransform):
 
 
 class Clip(UploadTransform):
-    """Scales each client's upload to a joint norm of at most ``bound``."""
+    """Scales each client's upload so that the norm over all tensors is at most ``bound``."""
 
     stage = Stage.CLIP
     needs_updates = True
@@ -56,7 +56,7 @@ class Clip(UploadTransform):
 
 
 class Norms(UploadTransform):
-    """Records the joint norm of each decoded upload."""
+    """Records the norm of each upload over all tensors, and the names of the tensors."""
 
     stage = Stage.COUNT
     needs_updates = True
@@ -70,14 +70,14 @@ class Norms(UploadTransform):
 
 
 class Updates(UploadTransform):
-    """Lets clients send updates without other changes."""
+    """A transform for which clients send updates. It does not change the updates."""
 
     stage = Stage.CLIP
     needs_updates = True
 
 
 class AddsToSums(UploadTransform):
-    """Adds a number to each element of the sum of a round, for a fixed number of clients."""
+    """Adds a number to each element of a round's sum, and divides the sum by a fixed number of clients."""
 
     stage = Stage.NOISE
 
@@ -92,7 +92,7 @@ class AddsToSums(UploadTransform):
 
 
 class Masks(UploadTransform):
-    """Secure aggregation: adds masks that cancel in the sum. Clients exchange the keys by way of the server."""
+    """Secure aggregation: adds masks that cancel in the sum. The server forwards the keys of the clients."""
 
     stage = Stage.MASK
     sums_only = True
@@ -166,7 +166,7 @@ def run(fit, make_stream, make_task, callbacks=(), **options):
 def test_transform_receives_all_uploaded_bytes(fit, make_stream, make_task, name):
     callbacks, options = METHODS[name]()
     if "swarm" in options:
-        # A client that has missed a synchronization has no update.
+        # Run without a swarm, because a client that has missed a synchronization has no update.
         options = {}
     probe = Probe()
     _, rounds, _ = run(fit, make_stream, make_task, callbacks, upload_transforms=[probe], **options)
@@ -374,7 +374,7 @@ def test_transform_state_is_rolled_back_after_interrupted_round(fit, make_stream
     assert counts.state_dict() == {"rounds": 1}
 
 
-# Packing of values, and reading of received uploads.
+# Tests of packed values and of received uploads.
 
 REDUCTIONS = [
     *(BUILT_IN_REDUCTIONS[name] for name in ("mean", "sum", "sparse_mean", "median")),
@@ -393,7 +393,7 @@ def test_unpack_restores_packed_value(shape, share, dtype):
     for reduction in REDUCTIONS:
         packed = reduction.pack(value)
         found = reduction.unpack(packed, torch.empty_like(value))
-        # Rows of zeros are not packed. After unpacking, they come last.
+        # Rows of zeros are not packed. After unpacking, the rows of zeros come last.
         if isinstance(reduction, ConcatNonzeroRows):
             assert torch.equal(found[: len(packed)], packed) and not found[len(packed) :].any()
         else:
@@ -462,7 +462,7 @@ def test_strategy_invalid_transforms_raise():
 
 @pytest.mark.parametrize("transforms", [[], [TopK(0.3)], [Updates()]])
 def test_accept_drops_non_finite_upload_of_node(transforms):
-    """The server checks uploads again, because a client may send anything."""
+    """The server checks received uploads, because a client can send any values."""
     extra = {"M.mask": (torch.tensor([0.0, -torch.inf]), "mean")}
     server, client = (server_of(transforms, extra)[0] for _ in range(2))
     for name, fine in (("a", True), ("b", False)):

@@ -140,7 +140,7 @@ MODULES = {
 
 @pytest.fixture
 def both(fit):
-    """Return a function that fits a module sequentially and vectorized, and returns the states and logged values."""
+    """Return a function that trains a module in both ways, and returns the states and logged values."""
 
     def run(make, stream=stream_of, methods=tuple, sizes=(1, "auto"), expected=True, **options):
         states, logs = [], []
@@ -322,7 +322,7 @@ def test_method_needing_outputs_without_forward_in_step_raises(fit, make_stream)
             fit(Passes(), make_stream(), [LwF(2.0)], max_vectorized_clients=size)
 
 
-# Modules from Lightning, PyTorch and timm.
+# Tests of modules from Lightning, PyTorch and timm.
 
 
 class Boring(BoringModel):

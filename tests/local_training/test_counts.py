@@ -237,7 +237,7 @@ def test_training_step_without_batch_idx_accumulation_or_manual_optimization(fit
 
 
 class Watched(Classifier):
-    """A classifier with state that its loss or its forward can change."""
+    """A classifier with state that its loss or its forward pass can change."""
 
     def __init__(self):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Training steps that cannot be vectorized: clients train sequentially, or the fit raises an error, with the reason."""
+"""Tests of training steps that cannot be vectorized: clients train sequentially, or the fit raises an error."""
 
 import logging
 import random
@@ -37,7 +37,7 @@ def stream_of(clients=3):
 
 
 class Step(L.LightningModule):
-    """A network whose subclasses change the loss or do something else in their training step."""
+    """A network. Subclasses change the loss or the training step."""
 
     def __init__(self):
         super().__init__()
@@ -265,7 +265,7 @@ NAMES = {
     Freezes: "`net.1.training`",
     Lbfgs: "LBFGS",
 }
-"""Part of the expected reason's details, for steps whose reason names something."""
+"""For steps whose reason names an object: the name, which `details` of the reason contains."""
 
 
 @pytest.mark.may(
@@ -336,11 +336,11 @@ def test_method_needing_pairs_with_dict_batches_raises(fit):
         fit(Dicts(), stream(), [LwF(1.0)])
 
 
-# Steps that a trial of a few batches cannot detect raise an error during the fit.
+# Tests of steps that a trial of a few batches cannot detect: they raise an error during the fit.
 
 
 class Late(Step):
-    """Does something special in its last batch only."""
+    """A training step that differs from the other steps in the last batch only."""
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)

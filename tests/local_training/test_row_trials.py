@@ -1,4 +1,4 @@
-"""Losses, modules and methods that mix the samples of a batch: vectorized training equals sequential training."""
+"""Tests of losses, modules and methods that mix the samples of a batch: vectorized equals sequential training."""
 
 import copy
 import time
@@ -48,7 +48,7 @@ class Weighted(Classifier):
 
 
 class Hard(Classifier):
-    """Only the half of the batch with the largest losses has a loss."""
+    """Uses only losses that are at least the median of the batch, and doubles these losses."""
 
     def sample_loss(self, output, y):
         losses = super().sample_loss(output, y)
@@ -83,7 +83,7 @@ class Summed(Classifier):
 
 
 class Seen(Classifier):
-    """Classes that are not in the batch get no probability."""
+    """Gives classes that are not in the batch a probability of 0."""
 
     def mask_logits(self, output, y):
         present = (torch.arange(self.num_classes, device=y.device) == y[:, None]).any(dim=0)
@@ -317,7 +317,7 @@ def test_penalty_of_any_kind_vectorized_equals_sequential(fit, kind):
 @pytest.mark.seconds
 @pytest.mark.parametrize("kind", [Entropy, LaterMean, LaterSpread, MeanOutput, Masked, WeightedMean])
 def test_penalty_of_any_kind_changes_training(fit, kind):
-    """The comparisons above would prove nothing for a penalty without effect."""
+    """Each penalty changes training. Otherwise, comparing sequential and vectorized training would test nothing."""
     states = []
     for methods in ([], [kind()]):
         task = classifier()
@@ -362,7 +362,7 @@ def test_choice_for_a_method_is_the_same_with_any_stream_seed(fit, monkeypatch, 
 
 
 def test_choice_takes_less_than_half_a_second_for_the_quickstart(fit, monkeypatch):
-    """The limit leaves a factor of two or more for slow processors."""
+    """The limit is at least twice the measured time, because some processors are slower."""
     methods = [FLwF2T(0.5, 0.2), Replay(50)]
     task = Classifier(MLP([64, 64, 10]), 10, lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.5))
     stream = FederatedStream("digits", ClassIncremental(5, 3), IID(10), batch_size=16, seed=0)
@@ -371,7 +371,7 @@ def test_choice_takes_less_than_half_a_second_for_the_quickstart(fit, monkeypatc
 
 
 def test_has_independent_rows_agrees_with_single_rows():
-    """The trial agrees with a comparison of the losses of a whole batch and of its single rows."""
+    """The trial finds the same result as a comparison of a batch's loss with the losses of its single rows."""
     output, y = torch.randn(16, CLASSES), torch.arange(16) % CLASSES
     for kind, independent in [(Classifier, True), (Focal, True), (Weighted, False), (Share, False), (Contrast, False)]:
         task = classifier(kind)
@@ -422,7 +422,7 @@ def test_method_trial_leaves_no_changes(fit, monkeypatch):
     assert torch.equal(torch.get_rng_state(), generator)
 
 
-# Methods and tasks of the library.
+# Tests of the library's methods and tasks.
 
 KINDS = [kind for kind in (getattr(library, name) for name in library.__all__) if isinstance(kind, type)]
 KINDS = {kind.__name__: kind for kind in KINDS if issubclass(kind, Method) and kind is not Method}

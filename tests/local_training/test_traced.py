@@ -1,4 +1,4 @@
-"""Training steps that are traced once and then replayed: results are bitwise identical."""
+"""Tests that training steps that are traced once and then replayed give bitwise identical results."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""The user code that a training step can reach."""
+"""Tests of finding the user code that a training step can reach."""
 
 import torch
 

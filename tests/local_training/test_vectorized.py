@@ -1,4 +1,4 @@
-"""Vectorized training: results equal sequential training for methods, optimizers, dropout and clipping."""
+"""Tests of vectorized training: results equal sequential training for methods, optimizers, dropout and clipping."""
 
 import copy
 import re
@@ -100,7 +100,7 @@ def difference(left, right):
 
 
 def both(fit, make_stream, make_task, methods=(), optimizer="sgd", sizes=(1, "auto"), **options):
-    """Return the states and records of a fit for each vectorization size, on clients of very different sizes."""
+    """Return the states and records of one fit per vectorization size, on clients of very different sizes."""
     stream = {"partition": "dirichlet", "num_clients": 7, "rounds_per_experience": 2}
     results = []
     for size in sizes:
@@ -251,7 +251,7 @@ def test_gradient_projection_methods_train_sequentially(fit, make_stream, make_t
 
 
 def in_two_ways(fit, make_stream, task):
-    """Return the states of a task trained sequentially, and vectorized by its own training step."""
+    """Return the states after sequential training and after vectorized training with the task's own training step."""
     tasks = [copy.deepcopy(task), copy.deepcopy(task)]
     # Drop the last batch, because batch normalization cannot train on a batch of one sample.
     trainers = [

@@ -16,7 +16,7 @@ from .test_ccvr import still
 
 
 def ridge(features, labels, classes, beta):
-    """Solve ridge regression with bias in NumPy: least squares with rows of sqrt(beta) below the samples."""
+    """Solve ridge regression with a bias as a least-squares problem, with sqrt(beta) I as additional rows, in NumPy."""
     states = np.concatenate([features, np.ones((len(features), 1))], axis=1).astype(np.float64)
     size = states.shape[1]
     rows = np.concatenate([states, np.sqrt(beta) * np.eye(size)])

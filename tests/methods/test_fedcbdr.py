@@ -101,7 +101,7 @@ def test_fedcbdr_clients_store_samples_by_leverage_share(fit, make_stream, make_
 
 @pytest.mark.seconds
 def test_fedcbdr_rare_class_is_stored_more_often(fit, make_stream, make_task):
-    """A class with few samples in separate directions has a larger share of the stored samples than of the data."""
+    """On average, the share of a rare class in the stored samples is over 1.5 times its share of the data."""
     ratios = []
     for seed in range(4):
         generator = torch.Generator().manual_seed(seed)

@@ -50,7 +50,7 @@ def fixed_point(weights, lr):
 
 
 def test_fednova_fixed_point_does_not_depend_on_steps(fit):
-    """With small steps, FedNova minimizes the sum of p_k L_k, and FedAvg the sum of p_k tau_k L_k."""
+    """With small steps, FedNova minimizes sum_k p_k L_k. FedAvg minimizes sum_k p_k tau_k L_k for tau_k steps."""
     for methods, weights in (([FedNova()], 1 / STEPS), ([], np.ones(4))):
         task = quadratic(lr=0.05)
         fit(task, clients(45, SAMPLES), methods, client_weights="uniform", seed=0)

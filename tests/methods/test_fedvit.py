@@ -85,7 +85,7 @@ def rotated(gradient, past, margin):
 
 
 def by_hand(stream, rho, heads, bodies, integration, margin=0.0):
-    """Run all rounds with one full batch per epoch and at most one past task. Also count effective projections."""
+    """Run all rounds with full batches. Return the server's model, client states and number of changed gradients."""
     server, plan = make_task().model, stream.plan
     own = {c: {"head": copy.deepcopy(server.head), "body": None, "memory": None} for c in plan.clients}
     changed = 0

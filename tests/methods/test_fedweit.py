@@ -72,7 +72,7 @@ class Watch(Callback):
 
 
 def predict(task, watched, client, x):
-    """Return a client's logits, with the server's state after a round and the client-local tensors."""
+    """Return the logits of a client's model: the server's state after a round, and the client-local tensors."""
     task = copy.deepcopy(task)
     load_state_tensors(task, {**watched.server, **watched.clients[client]["model"]})
     with torch.no_grad(), evaluation_mode(task):
@@ -382,7 +382,7 @@ def test_fedweit_invalid_settings_raise(fit, make_stream, make_task):
 
 
 def one_for_all(**kwargs):
-    """Return a method during a third task, with one mask and one adaptive for all tasks, its model, and the client."""
+    """Prepare FedWEIT with `per_task=False` for a client's third task. Return method, network and client."""
     model = FedWEITNet(make_vit(), 1)
     model.start_task(torch.tensor([0, 1]))
     method = FedWEIT(per_task=False, **kwargs)

@@ -148,7 +148,7 @@ def experiences(parts):
 
 
 class EWCBySample(EWCPlugin):
-    """EWC that squares the gradients of samples, as the Fisher information does. Avalanche squares batch gradients."""
+    """Avalanche's EWC with the squared gradients of single samples (Fisher information) instead of batches."""
 
     def compute_importances(self, model, criterion, optimizer, dataset, device, batch_size, **kwargs):
         return super().compute_importances(model, criterion, optimizer, dataset, device, 1, **kwargs)
@@ -195,7 +195,7 @@ class KeptAGEM(AGEM):
 
 
 def with_ridge(gradient, constraints, margin):
-    """Project as GEM does with Avalanche's ridge: one additional coordinate per constraint has the same effect."""
+    """Project a gradient with Avalanche's ridge. One additional coordinate per constraint has the same effect."""
     more = RIDGE**0.5 * torch.eye(len(constraints), dtype=constraints.dtype)
     longer = torch.cat([gradient, gradient.new_zeros(len(constraints))])
     return project(longer, torch.cat([constraints, more], dim=1), margin)[: len(gradient)]

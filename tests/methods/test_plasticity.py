@@ -185,7 +185,7 @@ def test_uploaded_readout_weights_average_on_adapted_reservoir(
 def test_fedclip_two_experiences_equal_numpy(
     fit, make_series_stream, make_reservoir_task, fedip, by_numpy, restart, max_vectorized_clients, share
 ):
-    """Gain and bias continue or restart. The buffers join the data in both cases, and grow when an experience ends."""
+    """Gain and bias continue or restart in the second experience. In both cases, clients adapt to replay samples."""
     stream = make_series_stream(3, 2, rounds_per_experience=3)
     method, watch = IntrinsicPlasticity(local_epochs=2, restart=restart), Watch()
     task, start = make_reservoir_task(), make_reservoir_task().reservoir

@@ -212,7 +212,7 @@ def test_lorm_resumed_fit_equals_uninterrupted_fit(assert_resumes, make_task):
 
 
 def test_merge_regression_single_precision_ignores_rounding_errors():
-    """In directions without inputs, the layer is the clients' mean, although rounding makes the Gram matrix nonzero."""
+    """In directions without inputs, the merged layer is the clients' mean, also if rounding makes the Gram nonzero."""
     for seed in range(5):
         generator = torch.Generator().manual_seed(seed)
         inputs = [torch.randn(8, 100, generator=generator) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""Replay with a transform: hand computations, and independence of training mode, processes and resuming."""
+"""Tests of Replay with a transform: hand computations, training modes, processes and resumed fits."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Isolation of clients: state that one client leaves in the module or optimizer does not reach the next client."""
+"""Tests that the state that one client leaves in the module or optimizer does not reach the next client."""
 
 import collections
 import copy
@@ -187,7 +187,7 @@ class MemoryBank(Base):
 
 
 class Attributes(Base):
-    """Numbers, lists, arrays and other attributes, nested, some created in the first step."""
+    """Numbers, lists, arrays and other attributes. Some are nested, and some are created in the first step."""
 
     def prepare(self):
         self.average, self.losses, self.kinds = 0.0, [], {"seen": set(), "nested": [[1.0]]}
@@ -219,7 +219,7 @@ class Holder:
 
 
 class Objects(Base):
-    """User-defined objects, generators, and a teacher outside the module with an optimizer."""
+    """User-defined objects, generators, and a teacher outside the module that has an optimizer."""
 
     def prepare(self):
         self.holder = Holder()
@@ -297,7 +297,7 @@ def test_upload_with_lbfgs_alone_and_after_others_is_equal(uploads):
         uploads(Lbfgs, "b", keep_optimizer_state=True)
 
 
-# Parameter groups of the optimizer.
+# Tests of the parameter groups of the optimizer.
 
 
 @pytest.mark.may(
@@ -361,11 +361,11 @@ def test_schedules_by_round_continue_between_rounds(fit, by_hand):
     assert task.optimizers().param_groups[0]["lr"] == pytest.approx(0.3 * 0.8**3)
 
 
-# Attributes between rounds.
+# Tests of attributes between rounds.
 
 
 class Gathers(Base):
-    """Logs values that its steps have stored, as in Lightning's guide, and changes a scale by round."""
+    """Logs values that its steps have stored, as in Lightning's guide, and changes a scale in each round."""
 
     def prepare(self):
         self.outputs, self.history, self.ends, self.seen = [], [], [], []
@@ -400,7 +400,7 @@ class Gathers(Base):
         self.validated = self.trainer.current_epoch
 
     def on_train_epoch_end(self):
-        # This is the number of steps of the last client.
+        # The last client trained this number of steps.
         number = self.history[-1] + 1
         assert self.number == self.ended == number and torch.isclose(
             self.total, torch.stack(self.outputs)[-number:].sum()
@@ -537,7 +537,7 @@ def test_attribute_that_cannot_be_restored_warns_once(fit, caplog):
     assert caplog.text.count(message) == 1
 
 
-# Steps.
+# Tests of training steps.
 
 
 @pytest.mark.may(
@@ -596,11 +596,11 @@ def test_recomputed_activations_draw_the_same_dropout(uploads, by_hand):
     assert torch.get_rng_state.__module__ == "torch.random"  # The temporary replacement was removed.
 
 
-# Vectorized training.
+# Tests of vectorized training.
 
 
 class Averages(nn.Linear):
-    """Stores an average that the output depends on, in an attribute or a non-persistent buffer."""
+    """Stores an average in an attribute or a non-persistent buffer. The output depends on the average."""
 
     def __init__(self, buffer):
         super().__init__(6, 4)
@@ -623,7 +623,7 @@ class Recomputes(nn.Sequential):
 
 
 class Positions(nn.Linear):
-    """A non-persistent buffer that never changes."""
+    """A layer with a non-persistent buffer that never changes."""
 
     def __init__(self):
         super().__init__(6, 4)

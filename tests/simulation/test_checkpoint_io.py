@@ -1,4 +1,4 @@
-"""Atomic writing of checkpoints."""
+"""Tests of atomic writing of checkpoints."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Counters of batches and steps: a client's hooks see the counters of a Trainer with only the client's data."""
+"""Tests of batch and step counters: they equal the counters of a Trainer that has only the client's data."""
 
 import lightning.pytorch as L
 import numpy as np
@@ -136,7 +136,7 @@ def test_hooks_see_counters_of_a_plain_trainer_with_the_clients_data(fit, automa
         plain_fit(kind(automatic), client, [callback()], accumulate)
         expected += seen
         seen.clear()
-    # The plain Trainer steps the schedule after it has counted `processed`, which is therefore not compared.
+    # The plain Trainer steps the schedule after it has counted `processed`, so the test does not compare this counter.
     options = {"accumulate_grad_batches": accumulate, "num_sanity_val_steps": 0}
     trainer = fit(
         kind(automatic), stream_of("abc"), [callback()], trainer_args=options, max_vectorized_clients=1, max_epochs=1
@@ -238,7 +238,7 @@ class Averages(Base):
 
 
 class Scheduler:
-    """Sets learning rates by the number of updates, as timm's schedulers do."""
+    """A scheduler that sets learning rates by the number of updates, as timm's schedulers do."""
 
     def __init__(self, optimizer):
         self.optimizer = optimizer
@@ -308,7 +308,7 @@ def test_upload_module_that_uses_counters_is_independent_of_others(uploads, make
     assert same(found[1]["a"], found[2]["a"]) and not same(found[1]["a"], found[1]["b"])
 
 
-# Vectorized training.
+# Tests of vectorized training.
 
 
 class CountsInStep(L.LightningModule):
@@ -386,7 +386,7 @@ def test_lambda_callback_with_step_hook_makes_training_sequential(fit, uploads):
     )
 
 
-# Counters of all clients.
+# Tests of the counters of all clients.
 
 
 class Bar(ProgressBar):
@@ -399,7 +399,7 @@ class Bar(ProgressBar):
 
 
 class Saves(Callback):
-    """Saves a checkpoint in each client's last batch, and stores the counters that hooks between clients see."""
+    """Saves a checkpoint in each client's last batch, and stores the counters after each client."""
 
     def __init__(self, folder):
         self.folder, self.outside = folder, []
@@ -466,7 +466,7 @@ def test_trainer_inside_client_hook_has_separate_counters(fit):
     assert found == 2 * [(n, n) for n in range(5)]
 
 
-# Schedulers of modules with manual optimization.
+# Tests of schedulers of modules with manual optimization.
 
 
 class ByHand(Base):
@@ -504,7 +504,7 @@ def test_manual_schedule_stepped_only_in_last_batches_is_by_round(fit, when, rat
 
 
 class SetsRates(Base):
-    """Sets the learning rate of the next batch after each batch, and stores the rate of each first batch."""
+    """Sets the learning rate after each batch, and stores the rate at the start of each client's first batch."""
 
     def __init__(self, automatic=True):
         super().__init__(automatic)

@@ -1,4 +1,4 @@
-"""Atomic rounds: a stopped fit ends after a round, and an error rolls back the current round."""
+"""Tests of atomic rounds: a stopped fit ends after a round, and an error rolls back the current round."""
 
 from datetime import timedelta
 
@@ -31,7 +31,7 @@ def equal(left, right):
 
 
 class Stop(Callback):
-    """Calls a function at a batch of the second round, once."""
+    """Calls a function once, at a batch of the second round."""
 
     def __init__(self, act, batch=5):
         self.act, self.batch = act, batch

@@ -1,4 +1,4 @@
-"""Metrics, lists and counters at the end of an epoch, with one process and with several."""
+"""Tests of metrics, lists and counters at the end of an epoch, with one process and with several processes."""
 
 import logging
 from collections import Counter, defaultdict
@@ -103,7 +103,7 @@ class Nested(Network):
 
 
 class Clients(Callback):
-    """Counts clients and rounds, and stores its values and the module's at the end of each epoch."""
+    """Counts clients and rounds. Stores the values of the callback and of the module at the end of each epoch."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -130,7 +130,7 @@ class Clients(Callback):
 
 
 class Batches(Clients):
-    """Also counts and stores batches."""
+    """Counts clients, rounds, batches and samples, and stores the inputs of batches."""
 
     def __init__(self, folder):
         super().__init__(folder)
@@ -199,7 +199,7 @@ def check_close(one, other):
 
 
 def trained(stream):
-    """Return the first two features and the labels of the samples of each round, by client."""
+    """Return a dict for each round, which maps a client to the first two features and the labels of its samples."""
     x, y = toy()
     return [
         {client: (x[rows][:, :2], y[rows]) for client, rows in clients.items() if len(rows)}
@@ -215,7 +215,7 @@ def toy():
 
 
 def check_by_hand(found, stream, epochs):
-    """Compare all values that depend only on samples with a computation in NumPy over all clients' samples."""
+    """Compare all values that depend only on samples with NumPy's result on all clients' samples."""
     rounds = trained(stream)
     clients = batches = 0
     for number, (noted, now) in enumerate(zip(found, rounds, strict=True), 1):
@@ -255,7 +255,7 @@ def check_by_hand(found, stream, epochs):
     ],
 )
 def test_epoch_states_1_2_and_3_processes_are_equal(seen, make_stream, kind, callback, max_vectorized_clients):
-    """On every process, each of six clients of different sizes counts once, in the order of the clients."""
+    """On every process, each of six clients of different sizes is counted once, in the order of the clients."""
     found = []
     for number in (1, 2, 3):
         stream = make_stream(partition="dirichlet", num_clients=6, num_experiences=2, rounds_per_experience=2)
@@ -295,7 +295,7 @@ class Validated(Network):
 
 @pytest.mark.seconds
 def test_epoch_states_validation_counts_once(seen, make_stream):
-    """Validation runs on every process, and its hooks see the training samples of all clients."""
+    """Validation runs on every process, and training metrics contain the samples of all clients."""
     found = []
     for number in (1, 3):
         stream = make_stream(num_clients=3, rounds_per_experience=2, validation=0.2)
@@ -312,7 +312,7 @@ def test_epoch_states_validation_counts_once(seen, make_stream):
 
 @pytest.mark.seconds
 def test_epoch_states_process_without_clients_has_all_states(seen, make_stream):
-    """The third process has no client in the second round, but has the metrics of the other two clients."""
+    """The third process has no client in the second round, but gets the states of the two trained clients."""
     swarm = Swarm(leaves_at={"1": 1})
     found = [
         seen(number, Nested(), make_stream(num_clients=3), max_vectorized_clients=1, swarm=swarm)[0]
@@ -339,7 +339,7 @@ class Odd(Metric):
 
 
 class Strange(Clients):
-    """Has metrics and attributes that cannot be merged, and others that can."""
+    """Has metrics and attributes that cannot be merged, and metrics and attributes that can be merged."""
 
     def __init__(self, folder):
         super().__init__(folder)
@@ -366,7 +366,7 @@ class Strange(Clients):
 
 @pytest.mark.seconds
 def test_epoch_states_not_mergeable_warns_once(seen, make_stream, tmp_path):
-    """All other states are merged."""
+    """The warning names the states that cannot be merged. All other states are merged."""
     found = []
     for number in (1, 2):
         handler = logging.FileHandler(tmp_path / f"{number}.log")

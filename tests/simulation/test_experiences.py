@@ -1,4 +1,4 @@
-"""Results of experiences that clients and the server store, for different participation."""
+"""Tests of results of experiences that clients and the server store, for different participation rates."""
 
 import numpy as np
 import pytest
@@ -77,12 +77,12 @@ def make():
 
 
 def numbers(memory):
-    """Return the numbers of the replay samples of a client, ascending."""
+    """Return the sorted numbers of the replay samples of a client."""
     return sorted(memory["x"][:, 0].int().tolist()) if "x" in memory else []
 
 
 def numbers_in(stream, client, rounds):
-    """Return the numbers of the samples that a client trained on in some rounds, each once, ascending."""
+    """Return the sorted numbers of the samples that a client trained on in some rounds. Each number occurs once."""
     rows = [stream.plan.train[round_idx].get(client, np.zeros(0, dtype=np.int64)) for round_idx in rounds]
     taken = stream.get_samples(np.unique(np.concatenate([*rows, np.zeros(0, dtype=np.int64)])))
     return sorted(taken[0][:, 0].int().tolist())
@@ -152,7 +152,7 @@ def test_results_are_computed_once_with_full_participation(fit, make, make_task)
     for participation, expected in ((1.0, 8), (0.5, 16)):
         seen, stream = [], make()
         fit(small(make_task), stream, [Counts()], participation=participation, local_epochs=1)
-        # Leave out the clients of the trial before the first round.
+        # Ignore the clients of the trial before the first round.
         seen = [(client, round_idx) for client, round_idx in seen if client in stream.plan.clients]
         assert len(seen) == len(set(seen)) == expected
 
@@ -220,7 +220,7 @@ def moments(stream, task, states):
 
 
 class Own(Callback):
-    """Keeps each client's state after each round that it trains in."""
+    """Stores each client's state after each round in which the client trains."""
 
     def __init__(self):
         self.states = {}
@@ -298,5 +298,5 @@ def test_resumed_fit_has_equal_weights_and_client_states(fit, make, make_task, t
 
 
 def small(make_task):
-    """Return a classifier whose steps are small, so that large features do not make it diverge."""
+    """Return a classifier with small training steps, so that large features do not make the classifier diverge."""
     return make_task(lambda params: torch.optim.SGD(params, lr=1e-7))

@@ -16,7 +16,7 @@ MESSAGE = "at the end of a round compute the module's state from `{}`, which cli
 
 
 def stream_of(rounds=2):
-    """Three clients with 16 samples each."""
+    """Return a stream of three clients with 16 samples each."""
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(48, 6)).astype(np.float32), np.arange(48) // 3 % 4
     scenario = ClassIncremental(1, rounds_per_experience=rounds)
@@ -55,7 +55,7 @@ class Gaussian(L.LightningModule):
 
 
 class Bank(Gaussian):
-    """Grows a tensor in an object, and changes a buffer's shape before validation."""
+    """Grows a tensor in an object, and replaces a buffer by a buffer of another shape at the end of a round."""
 
     class Rows:
         rows = None
@@ -72,7 +72,7 @@ class Bank(Gaussian):
 
 
 class Losses(Gaussian):
-    """Collects losses only to log them, and computes its state from other values."""
+    """Collects losses only for logging, and computes its state from other values."""
 
     def prepare(self):
         self.losses, self.measured, self.rounds = [], MeanMetric(), 0
@@ -90,7 +90,7 @@ class Losses(Gaussian):
 
 
 class Sums(Gaussian):
-    """Follows the hint of the warning: sums in buffers, which are uploaded and counted."""
+    """Follows the hint of the warning: stores sums in buffers, which clients upload."""
 
     reductions = {"total": "sum", "number": "sum"}  # noqa: RUF012
 

@@ -1,9 +1,9 @@
-"""Golden results: a change of the numbers of a default run is a defect.
+"""Tests of golden results: a default run must keep its numbers.
 
-`golden.json` contains a few numbers of every tensor after small runs. They are compared with a tolerance of 1e-5,
-because results differ slightly between kinds of CPUs. Two runs on one machine must be bitwise identical. Regenerate the
-file (`python tests/simulation/test_golden.py`) only after an intended change of results, and note the change in the
-changelog.
+`golden.json` contains a few numbers of every tensor after small runs. The tests compare these numbers with a tolerance
+of 1e-5, because results differ slightly between kinds of CPUs. Two runs on one machine must be bitwise identical.
+Regenerate the file (`python tests/simulation/test_golden.py`) only after an intended change of results, and note the
+change in the changelog.
 """
 
 import json
@@ -90,7 +90,7 @@ def run(name):
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(task, datamodule=stream())
-    # The tag of a reservoir is a hash of its bits, not a number.
+    # The tag of a reservoir is a hash of its bits, so it is not comparable with a tolerance.
     return {name: value for name, value in task.state_dict().items() if name != "readout.tag"}
 
 

@@ -1,4 +1,4 @@
-"""A head that grows from round to round in `on_train_epoch_start`."""
+"""Tests of a head that grows from round to round in `on_train_epoch_start`."""
 
 import copy
 
@@ -41,7 +41,7 @@ class Grows(Classifier):
 
 @pytest.fixture
 def stream():
-    """A stream of three rounds with two clients."""
+    """Return a stream of three rounds with two clients."""
     x = np.random.default_rng(0).normal(size=(48, 6)).astype(np.float32)
     scenario = ClassIncremental(1, rounds_per_experience=3)
     return FederatedStream.from_arrays(

@@ -1,4 +1,4 @@
-"""Changes of lists and counters by several clients."""
+"""Tests of merging the changes of lists and counters by several clients."""
 
 from collections import Counter, defaultdict
 
@@ -10,7 +10,7 @@ from lightning_fcl.simulation.growth import apply, change, is_merged, joined, sn
 
 
 def grow(value, steps):
-    """Return the snapshot of a value before some steps, and the change by each step."""
+    """Return the snapshot of a value before some steps, and a list of the changes by each step."""
     start, found = snapshot(value, copies=True), []
     for step in steps:
         before = snapshot(value, copies=True)
@@ -73,7 +73,7 @@ def test_change_of_unchanged_value_is_none():
     ],
 )
 def test_growth_merged_on_two_processes_equals_one_process(make, steps):
-    """Each process has trained one client. On both processes, keys and items are in the order of the clients."""
+    """Each process has trained one client. On both processes, keys and items have the order of the clients."""
     whole = make()
     for step in steps:
         step(whole)
@@ -86,6 +86,6 @@ def test_growth_merged_on_two_processes_equals_one_process(make, steps):
 
 
 def test_growth_same_new_key_by_two_clients_is_not_merged():
-    """The values could be sums, so they cannot be merged."""
+    """The two values could be sums or copies, so they cannot be merged."""
     every = [grow({}, [lambda v: v.update(x=1.5)])[1][0] for _ in range(2)]
     assert is_merged(every[0]) and not is_merged(joined(every))

@@ -1,4 +1,4 @@
-"""Common uses of a Trainer in a federation, with the bundled digits."""
+"""Tests of common uses of a Trainer in a federation, with the bundled digits."""
 
 import csv
 import os
@@ -54,20 +54,20 @@ class Net(Classifier):
 
 @pytest.fixture
 def stream():
-    """A stream of three clients and two experiences of two rounds, with validation samples."""
+    """Return a stream of three clients and two experiences of two rounds, with validation samples."""
     scenario, split = ClassIncremental(2, rounds_per_experience=2), Split(test=0.2, validation=0.2)
     return FederatedStream("digits", scenario, IID(3), split, batch_size=64, seed=0)
 
 
 @pytest.fixture
 def task():
-    """A small network."""
+    """Return a classifier with a small network."""
     torch.manual_seed(0)
     return Classifier(MLP([64, 16, 10]), 10, torch.optim.SGD)
 
 
 def column(folder, name):
-    """Return the values that a CSVLogger has written to a column."""
+    """Return the values of a column that a CSVLogger has written."""
     with (folder / "metrics.csv").open(newline="") as file:
         return [float(row[name]) for row in csv.DictReader(file) if row.get(name)]
 
@@ -79,7 +79,7 @@ def test_csv_logger_has_metrics_rates_and_hyperparameters(fit, stream, task, tmp
                   trainer_args={"logger": logger, "log_every_n_steps": 1})  # fmt: skip
     for name in ("0/accuracy", "1/accuracy", "2/accuracy", "server/accuracy", "train/loss", "val/accuracy"):
         assert len(column(tmp_path, name)) == 4, name
-    # This is PyTorch's default.
+    # 0.001 is PyTorch's default learning rate of SGD.
     assert set(column(tmp_path, "lr-SGD")) == {0.001}
     hparams = yaml.safe_load((tmp_path / "hparams.yaml").read_text())
     assert hparams["model"] == {"class_path": "lightning_fcl.models.MLP", "init_args": {"sizes": [64, 16, 10]}}
@@ -155,7 +155,7 @@ def test_early_stopping_stops_after_a_round(fit, stream, task):
 
 @pytest.mark.parametrize("groups", ["head", "head first"])
 def test_optimizer_of_reordered_parameters_vectorized_is_equal(fit, stream, assert_same, groups):
-    """Both layers have the same shape, so an error in the assignment of gradients would not raise."""
+    """Both layers have the same shape, so exchanged gradients would not raise an error."""
 
     class Ordered(Classifier):
         def __init__(self):
@@ -218,7 +218,7 @@ def test_max_epochs_unset_trains_all_rounds_of_the_stream(stream, task, quiet, r
 
 
 class Steps(L.Callback):
-    """Stores the sum of each sample's features, by batch, client and round."""
+    """Stores the sum of each sample's features. The sums are grouped by batch, client and round."""
 
     def __init__(self):
         self.by_client = {}
@@ -377,7 +377,7 @@ def test_tensorboard_logger_has_hparams_and_metrics(fit, stream, task, tmp_path)
     assert yaml.safe_load((tmp_path / "hparams.yaml").read_text())["num_classes"] == 10
 
 
-# Systems that spawn processes, and notebooks.
+# Tests of systems that spawn processes, and of notebooks.
 
 DATA = """
 import lightning as L, torch
@@ -410,7 +410,7 @@ SPAWN = 'torch.multiprocessing.set_start_method("spawn", force=True)'
 @pytest.mark.slow
 @pytest.mark.long
 def test_script_without_main_guard_trains_without_workers(tmp_path):
-    """A script without a guard trains without worker processes. With spawned workers, the error has a hint."""
+    """A script without a main guard trains without workers. With spawned workers, the error contains a hint."""
     fits = [FIT.replace("WORKERS", workers) for workers in "02"]
     (tmp_path / "script.py").write_text("\n".join([DATA, SPAWN, *fits]))
     env = {**os.environ, "PYTHONPATH": str(Path(lightning_fcl.__file__).parents[1]), "OMP_NUM_THREADS": "1"}

@@ -1,4 +1,4 @@
-"""Manual optimization with several optimizers: each client starts with the initial state of all optimizers."""
+"""Tests of several optimizers with manual optimization: each client starts from their initial state."""
 
 import copy
 
@@ -68,7 +68,7 @@ def gan_optimizers(module):
 
 
 def by_hand(clients, rounds, keeps):
-    """Return the module after FedAvg in plain PyTorch: each client trains from the server's weights."""
+    """Return the module after FedAvg in plain PyTorch, in which each client trains from the server's weights."""
     server, kept = GAN(), {}
     for _ in range(rounds):
         trained = []

@@ -1,4 +1,4 @@
-"""Metric states of several groups of clients, merged into the state of one metric."""
+"""Tests of merging the metric states of several groups of clients into the state of one metric."""
 
 import pytest
 import torch
@@ -81,7 +81,7 @@ METRICS = [
 
 @pytest.mark.parametrize("place", range(len(METRICS)))
 def test_merged_state_equals_state_of_one_metric(place):
-    """Merge three groups of one, two and three batches into the state of an earlier round."""
+    """Groups of one, two and three batches are merged into the state of an earlier round."""
     make, draw = METRICS[place]
     whole, metric = make(), make()
     assert is_mergeable(metric)

@@ -1,4 +1,4 @@
-"""Module states with non-finite, very large, shared or missing values: they work, or raise an error with the name."""
+"""Tests of non-finite, very large, shared or missing values in a module's state: they work, or an error names them."""
 
 import lightning.pytorch as L
 import pytest
@@ -41,7 +41,7 @@ def near(left, right):
 
 
 class Masked(Base):
-    """A causal mask, and a buffer of NaNs of which training sets a part."""
+    """A module with a causal mask, and a buffer of NaNs. Training sets one element of the buffer."""
 
     def prepare(self):
         self.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
@@ -78,7 +78,7 @@ def test_integers_beyond_double_precision_stay_exact(fit, make_stream):
 
     task, stream = Tagged(), make_stream(batch_size=1000)
     fit(task, stream, max_vectorized_clients=1, local_epochs=2)
-    # There are two rounds with two steps each.
+    # The client trains two steps in each of two rounds, and each step adds 3.
     assert task.tag.tolist() == [2**62 + 12345, 5 + 2 * 2 * 3, -(2**60) - 1]
 
 
@@ -98,7 +98,7 @@ def test_expanded_buffers_are_averaged(fit, make_stream):
 
 
 class Adapters(Base):
-    """A module whose state is its last layer."""
+    """A module whose `state_dict` contains only the last layer."""
 
     def state_dict(self, *args, **kwargs):
         return {name: value for name, value in super().state_dict(*args, **kwargs).items() if "model.2" in name}
@@ -172,7 +172,7 @@ def test_state_that_cannot_be_exchanged_raises_with_name(fit, make_stream, make,
         fit(make(), make_stream(), max_vectorized_clients=1)
 
 
-# Rounds without a usable upload.
+# Tests of rounds without a usable upload.
 
 
 class Diverges(Callback):

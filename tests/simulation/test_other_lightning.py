@@ -1,4 +1,4 @@
-"""Errors for classes of the package `pytorch_lightning`, with a hint about the import."""
+"""Tests of errors for classes of the package `pytorch_lightning`, with a hint about the import."""
 
 import sys
 from types import ModuleType
@@ -23,7 +23,7 @@ KINDS = {
 
 @pytest.fixture
 def pl(monkeypatch):
-    """A stand-in for the package, with base classes for a user's classes."""
+    """Return a replacement for the package, with base classes for a user's classes."""
     package = ModuleType("pytorch_lightning")
     monkeypatch.setitem(sys.modules, "pytorch_lightning", package)
     for name, (base, content) in KINDS.items():
@@ -34,7 +34,7 @@ def pl(monkeypatch):
 
 @pytest.fixture
 def own(pl, monkeypatch):
-    """A user's module with classes that derive from the package."""
+    """Return a user's Python module with classes that derive from the package's classes."""
     own = ModuleType("own_lightning")
     monkeypatch.setitem(sys.modules, own.__name__, own)
     for name in KINDS:

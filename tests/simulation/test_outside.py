@@ -1,4 +1,4 @@
-"""State outside the module: it does not change another client's upload. State that training ignores accumulates."""
+"""Tests of state outside the module: it does not change another client's upload. State without effect accumulates."""
 
 import logging
 import random
@@ -100,7 +100,7 @@ def same(left, right):
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
-# Callbacks.
+# Tests of callbacks.
 
 
 class Noise(Callback):
@@ -124,7 +124,7 @@ class TorchNoise(Noise):
 
 
 class Augments(Callback):
-    """Changes batches with a generator of Python."""
+    """Changes batches with a generator of Python's `random`."""
 
     def __init__(self):
         self.draws = random.Random(0)
@@ -144,7 +144,7 @@ class WarmUp(Callback):
 
 
 class Late(Callback):
-    """Zeroes gradients after ten steps: later than any step of a trial, and than any step of a single client."""
+    """Zeroes gradients after ten steps. The trial, and a client with the default epochs, have at most ten steps."""
 
     def __init__(self):
         self.steps = 0
@@ -186,7 +186,7 @@ class PullsBack(Callback):
 
 
 class Anneals(Callback):
-    """Sets an attribute of the module from a counter of the callback."""
+    """Sets an attribute of the module. The attribute depends on a counter of the callback."""
 
     def __init__(self):
         self.state = {"count": 0}
@@ -275,7 +275,7 @@ def test_callback_state_does_not_reach_the_next_client(uploads, make):
 
 
 def test_callback_acting_at_client_end_does_not_change_first_client(uploads):
-    """Control experiment for `EndsClients`: the callback does nothing before the first client ends."""
+    """Control test for `EndsClients`: the callback changes nothing before the first client ends."""
     assert same(uploads(Base, [EndsClients], "b")["b", 0], uploads(Base, [], "b")["b", 0])
 
 
@@ -286,7 +286,7 @@ def test_callback_state_starts_each_client_from_the_round_start(uploads, make):
     assert not same(alone["b", 0], alone["b", 1])
 
 
-# State outside the module's attributes.
+# Tests of state outside the module's attributes.
 
 
 class InClass(Base):
@@ -425,7 +425,7 @@ def test_data_module_state_does_not_reach_the_next_client(fit):
         fit(Base(), stream, [watch], max_vectorized_clients=1, seed=seed, participation=participation)
         return {client: state for (client, _), state in watch.of.items()}
 
-    # Find a seed with which the client that is sampled alone trains second if both clients are sampled.
+    # Find a seed for which the client that is sampled alone trains second if both clients are sampled.
     alone, together = next(
         (alone, together)
         for alone, together in ((upload(1, seed), upload(1.0, seed)) for seed in range(20))
@@ -437,11 +437,11 @@ def test_data_module_state_does_not_reach_the_next_client(fit):
     assert not same(first, second)
 
 
-# State that training does not read.
+# Tests of state that training does not read.
 
 
 class Watches(Noise):
-    """Adds noise from a generator, and counts, measures and lists batches."""
+    """Adds noise from a generator, and stores counts, metrics and lists of batches."""
 
     counts: ClassVar[dict] = {"batches": 0}
 
@@ -533,11 +533,11 @@ def test_metric_read_by_training_not_mergeable_warns(fit, caplog):
     assert "The metric `spread` is reset for each client, because training reads it" in caplog.text
 
 
-# The trial.
+# Tests of the trial.
 
 
 class Writes(Noise):
-    """Adds noise, and appends each step to a file."""
+    """Adds noise to gradients, and appends each step to a file."""
 
     def __init__(self, path):
         super().__init__()
@@ -550,7 +550,7 @@ class Writes(Noise):
 
 
 class Prints(Callback):
-    """Writes each step to a file that is already open. It does not change training."""
+    """Writes the number of each step to a file that is already open. Training does not change."""
 
     def __init__(self, path):
         self.file, self.steps = path.open("w"), 0
@@ -582,7 +582,7 @@ class WritesSteps(InClass):
 
 
 class Demands(InClass):
-    """Fails on batches with fewer than eight samples."""
+    """Raises an error for batches with fewer than eight samples."""
 
     path = None
 

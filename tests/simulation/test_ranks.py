@@ -1,4 +1,4 @@
-"""Training in several processes: bitwise identical results, and each client is trained by one process."""
+"""Tests of training in several processes: bitwise identical results, and each client is trained by one process."""
 
 import hashlib
 import os
@@ -74,9 +74,10 @@ class WhoTrains(Callback):
 
 @pytest.fixture
 def ranks(fit, tmp_path):
-    """Fit with a number of processes. Return the hash of the weights, the record, and which process trained a client.
+    """Return a function that fits with a number of processes.
 
-    One thread is used, as in each of several processes, because sums of batch normalization differ with two threads.
+    The function returns the hash of the weights, the record, the (round, client, process) triples and the checkpoint.
+    Fits use one thread, as each of several processes does, because sums of batch normalization differ with two threads.
     """
 
     def run(number, task, stream, callbacks=(), max_epochs=None, ckpt_path=None, **kwargs):
@@ -158,7 +159,7 @@ METHODS = {
 
 
 FAST = ["averages", "a server optimizer", "replay and two teachers", "sums at the server", "krum", "a swarm"]
-# CI runs these cases and the fast cases. All other cases are marked `long`.
+# CI runs these cases and the fast cases. The remaining cases are marked `long`.
 SLOW = [
     "client-local head",
     "compression",
@@ -250,7 +251,7 @@ def test_callback_with_generator_is_bitwise_equal_on_processes(alike, make_strea
 
 
 class Odd(nn.Linear):
-    """A layer with non-finite buffers, which training partly sets, and an average that is reset for each client."""
+    """A layer with non-finite buffers and an average. Training sets a part of the buffers."""
 
     def __init__(self):
         super().__init__(6, 4)
@@ -267,7 +268,7 @@ class Odd(nn.Linear):
 
 
 def places(trainer):
-    """Return all numbers by which a Trainer describes its process."""
+    """Return all numbers with which a Trainer describes its process."""
     module = trainer.lightning_module
     ranks = (trainer.global_rank, trainer.local_rank, trainer.node_rank, module.global_rank, module.local_rank)
     return *ranks, trainer.num_devices, len(trainer.device_ids), trainer.num_nodes, trainer.world_size
@@ -355,7 +356,7 @@ def test_non_finite_buffers_and_attributes_are_equal_on_processes(alike, make_ta
 @pytest.mark.seconds
 @pytest.mark.parametrize("methods", [lambda: [], lambda: [IntrinsicPlasticity()], lambda: [Unlearning({"1": 0})]])
 def test_reservoirs_are_bitwise_equal_on_processes(alike, make_reservoir_task, make_series_stream, methods):
-    """The sums from which the server solves the regression are bitwise identical."""
+    """Several processes give bitwise identical sums, from which the server solves the regression."""
     stream = {"num_clients": 4, "rounds_per_experience": 3}
     alike(lambda: (make_reservoir_task(), make_series_stream(**stream), methods()), (1, 2), max_vectorized_clients=2)
 
@@ -364,7 +365,7 @@ def test_reservoirs_are_bitwise_equal_on_processes(alike, make_reservoir_task, m
 @pytest.mark.seconds
 @pytest.mark.parametrize("options", [{"rank": 3}, {"upload": "moments", "groups": 2}, {"gamma": 1.0}])
 def test_ridge_regressions_are_bitwise_equal_on_processes(alike, make_stream, options):
-    """Gathered values are in the order of the clients on any number of ranks."""
+    """Gathered values have the order of the clients for any number of processes."""
 
     def make():
         torch.manual_seed(0)
@@ -394,7 +395,7 @@ def test_unsupported_reduction_or_too_many_processes_raise(ranks, make_task, mak
 
 
 def test_processes_with_different_data_raise(ranks, make_task, make_stream, monkeypatch):
-    """The second process has other samples than the first."""
+    """The second process has different samples than the first process."""
     stream = make_stream()
     setup = stream.setup
 
@@ -411,7 +412,7 @@ def test_processes_with_different_data_raise(ranks, make_task, make_stream, monk
 @pytest.mark.seconds
 @pytest.mark.parametrize("kind", ["memory", "disk"])
 def test_resume_with_another_number_of_processes_is_equal(ranks, fit, make_task, make_stream, tmp_path, kind):
-    """Two rounds on two processes, then two rounds on one or three, give the same weights as four rounds on one."""
+    """Two rounds on two processes and two rounds on one or three processes equal four rounds on one process."""
 
     def stream():
         return make_stream(num_clients=6, num_experiences=2, rounds_per_experience=2)
@@ -427,7 +428,7 @@ def test_resume_with_another_number_of_processes_is_equal(ranks, fit, make_task,
 
 @pytest.mark.seconds
 def test_asynchronous_rounds_are_equal_on_processes(alike, make_task, make_stream):
-    """In asynchronous rounds, clients train from the version that they have downloaded, on any process."""
+    """In asynchronous rounds, a client trains from the version that it has downloaded, on any process."""
     schedule, stream = (
         FedBuff(ClientSpeeds(0.01, spread=1.0), buffer_size=3),
         {"num_clients": 6, "rounds_per_experience": 3},

@@ -1,4 +1,4 @@
-"""Interrupted and resumed fits are bitwise identical to uninterrupted fits."""
+"""Tests that interrupted and resumed fits are bitwise identical to uninterrupted fits."""
 
 import os
 import signal
@@ -47,7 +47,7 @@ OPTIONS = {
 
 @pytest.mark.seconds
 @pytest.mark.parametrize(
-    # Each pair of values of two arguments occurs.
+    # The cases contain each pair of values of two arguments.
     ("store", "max_vectorized_clients", "validation", "at_epoch_end"),
     [
         ("memory", 1, 0.0, True),
@@ -197,7 +197,7 @@ def test_killed_process_resumes_to_equal_state(tmp_path):
 
 
 class AtTheEnd(Callback):
-    """Stores that training starts and ends."""
+    """Records the start and the end of training."""
 
     def __init__(self):
         self.calls = []
@@ -214,7 +214,7 @@ class AtTheEnd(Callback):
 def test_resume_after_last_round_runs_on_train_end(
     fit, make_stream, make_task, tmp_path, epoch, max_vectorized_clients
 ):
-    # The checkpoint of epoch 1 is from the last round, so nothing is left to train.
+    # The checkpoint of epoch 1 is from the last round, so a resumed fit trains no round.
     options = {"max_vectorized_clients": max_vectorized_clients, "participation": 0.7, "seed": 5}
     saver, task = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1), make_task()
     whole, continued = ([ContinualMetrics(evaluate_on_train=True), AtTheEnd()] for _ in range(2))

@@ -1,4 +1,4 @@
-"""The train loader of a round: its length, reloading, planning, and interrupted rounds."""
+"""Tests of the train loader of a round: its length, reloading, planning, and interrupted rounds."""
 
 import copy
 import math
@@ -160,7 +160,7 @@ def test_interrupted_round_restores_the_server_state(
     fit, make_stream, make_task, caplog, max_vectorized_clients, error, hook
 ):
     class Stop(Callback):
-        """Stops in the second round, while the module has a client's state."""
+        """Stops in the second round, while the module contains a client's state."""
 
     def stop(self, trainer, *arguments):
         if trainer.current_epoch == 1:

@@ -1,4 +1,4 @@
-"""Batches of one sample: modules that cannot train on them, and modules that can."""
+"""Tests of batches of one sample, with modules that can train on one sample and modules that cannot."""
 
 import logging
 from dataclasses import replace
@@ -45,7 +45,7 @@ class BatchNorm(Own):
 
 
 class ByHand(BatchNorm):
-    """Steps the optimizer by manual optimization."""
+    """Steps the optimizer with manual optimization."""
 
     def __init__(self):
         super().__init__()
@@ -69,21 +69,21 @@ class SetUpByHook(BatchNorm):
 
 
 class Deviation(Own):
-    """The loss of a batch of one sample is NaN."""
+    """Has the loss NaN for a batch of one sample."""
 
     def training_step(self, batch, batch_idx):
         return super().training_step(batch, batch_idx) + self(batch[0]).std(dim=0).mean()
 
 
 class Squeezes(Own):
-    """A common mistake: `squeeze` also removes the batch dimension of one sample."""
+    """Makes a common mistake: `squeeze` removes the batch dimension if the batch has one sample."""
 
     def training_step(self, batch, batch_idx):
         return F.cross_entropy(self(batch[0][:, None]).squeeze(), batch[1])
 
 
 class Images(Own):
-    """Batch normalization that can train on one sample, because it has several pixels."""
+    """Has batch normalization that can train on one sample, because the sample has several pixels."""
 
     def __init__(self):
         super().__init__()
@@ -94,7 +94,7 @@ class Images(Own):
 
 
 class Evaluating(BatchNorm):
-    """Batch normalization in evaluation mode, which does not update its statistics."""
+    """Has batch normalization in evaluation mode, which does not update its statistics."""
 
     def __init__(self):
         super().__init__()
@@ -135,7 +135,7 @@ def stream_of(sizes=SIZES, scenario=None, **options):
 
 
 def by_hand(module, sizes, batches_of, rounds=2):
-    """Return the state after some rounds of FedAvg in a loop, without clients that have no batches."""
+    """Return the state after some rounds of FedAvg in a loop. Clients without batches do not train."""
     x, y, owner = arrays(sizes)
     x, y = torch.from_numpy(x), torch.from_numpy(y)
     server = {name: value.clone() for name, value in module.state_dict().items()}
@@ -165,7 +165,7 @@ def by_hand(module, sizes, batches_of, rounds=2):
 
 
 def merged(size):
-    """Return batches of 4. A last batch of one sample is added to the batch before. One sample makes no batch."""
+    """Return batches of 4. A single last sample joins the batch before. A client with one sample has no batch."""
     starts = [start for start in range(0, size, 4) if start == 0 or size - start > 1]
     ends = [*starts[1:], size]
     return [slice(start, end) for start, end in zip(starts, ends, strict=True)] if size > 1 else []
@@ -207,7 +207,7 @@ def test_module_training_on_one_sample_equals_loop_of_all_batches(fit, kind):
 
 
 def test_skipped_client_of_one_sample_does_not_change_training(fit):
-    """A stream with a skipped client of one sample trains with the same random numbers as a stream without it."""
+    """A skipped client of one sample does not change the random numbers of the other clients."""
     states = []
     for sizes in ({"a": 8, "c": 4}, {"a": 8, "b": 1, "c": 4}):
         module = BatchNorm()
@@ -233,7 +233,7 @@ def test_drop_last_skips_client_with_one_sample(fit):
 @pytest.mark.seconds
 @pytest.mark.parametrize("participation", [1.0, 0.4])
 def test_skipped_last_round_of_experience_keeps_earlier_result(fit, participation):
-    """The client "b" has several samples in the first round of an experience and one sample in its last round."""
+    """Client "b" has several samples in the first round of an experience, and one sample in the last round."""
     sizes = {"a": 12, "b": 10, "c": 12}
     stream = stream_of(sizes, ClassIncremental(2, 2))
     stream.setup("fit")

@@ -1,4 +1,4 @@
-"""The table of CONTRIBUTING.md that lists the functions from a batch to the server's new state."""
+"""Tests of the table in CONTRIBUTING.md that lists the functions from a batch to the server's new state."""
 
 import importlib
 import re
@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def read_stops():
-    """Return the file and the code object of each row of the table."""
+    """Return the file and the code object for each row of the table."""
     rows = re.findall(
         r"^\| \d+ \| `([\w/]+)\.py` \| `([\w.]+)` \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE
     )

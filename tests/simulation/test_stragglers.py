@@ -1,4 +1,4 @@
-"""Timing simulation: deadlines and asynchronous rounds, compared with loops in plain PyTorch, and resumed."""
+"""Tests of the timing simulation: deadlines and asynchronous rounds, compared with loops in plain PyTorch."""
 
 import copy
 import json
@@ -32,7 +32,7 @@ ADAM = {"server_optimizer": lambda params: torch.optim.Adam(params, lr=0.05, eps
 
 
 class Watch(Callback):
-    """Stores which clients trained, and the record of each round."""
+    """Stores the clients that trained in each round, and the record of each round."""
 
     def __init__(self):
         self.trained, self.rounds = [], []
@@ -44,7 +44,7 @@ class Watch(Callback):
         self.rounds.append(copy.deepcopy(trainer.strategy.server.record))
 
 
-# Asynchronous rounds.
+# Tests of asynchronous rounds.
 
 
 @pytest.mark.seconds
@@ -185,7 +185,7 @@ def test_second_fit_of_the_same_trainer_continues_the_clock(fit, make_stream, ma
 
 
 def test_fedbuff_averages_batch_norm_statistics(fit, make_stream, make_task):
-    """Statistics are averaged, not updated by differences: a stale one could make the server's variance negative."""
+    """The server averages the statistics. Adding a stale difference could make the server's variance negative."""
     task, seen = make_task(model=nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 4))), []
 
     class Sent(Watch):
@@ -249,7 +249,7 @@ def test_fedbuff_with_method_that_needs_sums_raises(fit, make_stream, make_task)
 
 
 def test_reservoir_with_fedbuff_raises_and_with_deadline_trains(fit, make_series_stream, make_reservoir_task):
-    """With a deadline, the sums contain the clients that are in time."""
+    """With a deadline, the sums contain only the clients whose uploads arrive in time."""
     with raises(InvalidValueError, "mean"):
         fit(make_reservoir_task(), make_series_stream(), synchronization=FedBuff(ClientSpeeds(1.0), 2))
     slow, states = ClientSpeeds(0.0, latency=1.0, per_client={"1": {"latency": 9}}), []
@@ -260,13 +260,13 @@ def test_reservoir_with_fedbuff_raises_and_with_deadline_trains(fit, make_series
     assert equal(*states)
 
 
-# Deadlines.
+# Tests of deadlines.
 
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
 def test_deadline_late_clients_equal_absent_clients(fit, make_stream, make_task, max_vectorized_clients):
-    """The server state and the client states equal those of a federation without the late clients."""
+    """The states of server and clients equal the states of a federation without the late clients."""
     slow = ClientSpeeds(0.0, latency=1.0, per_client={"1": {"latency": 31}, "4": {"latency": 900}})
     gone = Swarm(leaves_at={"1": 0, "4": 0})
     stores, tasks, watches = [], [make_task(), make_task()], [Watch(), Watch()]
@@ -303,7 +303,7 @@ def test_simulated_time_equals_training_and_transfer_times(fit, make_stream, mak
         assert max(up.values()) < max(down.values())
 
 
-# Unsupported combinations.
+# Tests of unsupported combinations.
 
 
 @pytest.mark.parametrize(
@@ -354,7 +354,7 @@ def test_resume_fedbuff_damaged_state_raises(fit, make_stream, make_task, tmp_pa
         fit(make_task(), make_stream(), synchronization=make(), ckpt_path=tmp_path / "damaged.ckpt")
 
 
-# Recipes.
+# Tests of recipes.
 
 RECIPE = """
 trainer:
@@ -372,7 +372,7 @@ data:
 
 @pytest.fixture
 def recipe(tmp_path):
-    """Return a function that writes a recipe of a small timing simulation and returns its command-line arguments."""
+    """Return a function that writes a recipe of a small timing simulation. It returns the command-line arguments."""
 
     def write(**changed):
         arguments = {"buffer_size": 2, "speeds": {"seconds_per_sample": 0.01, "spread": 0.8}, **changed}

@@ -405,7 +405,7 @@ def test_batch_normalization_last_batch_of_one_sample_trains(
 ):
     def stream(drop_last):
         x = torch.randn(45, 6, generator=torch.Generator().manual_seed(0))
-        # With batches of 7, the last batch of client a has one sample, and that of client b has two.
+        # With batches of 7, the last batch of client a has one sample, and the last batch of client b has two samples.
         owner = np.repeat(["a", "b"], [22, 23])
         return FederatedStream.from_arrays(
             x, torch.arange(45) % 4, owner, scenario=ClassIncremental(1), split=Split(test=0.0), seed=0, batch_size=7,
@@ -440,7 +440,7 @@ def test_denormals_are_flushed_only_during_a_fit(fit, make_stream, make_task, fa
             if fails:
                 raise KeyError("enough")
 
-    # PyTorch supports this setting on x86 and Arm.
+    # The return value is true if the CPU supports this setting. PyTorch supports it on x86 and Arm.
     able = torch.set_flush_denormal(True)
     torch.set_num_threads(threads)
     try:

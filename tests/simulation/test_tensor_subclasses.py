@@ -1,4 +1,4 @@
-"""Tensor subclasses in samples and modules: training, stored state, and checkpoints equal those of plain tensors."""
+"""Tests of tensor subclasses in samples and modules: training, stored states and checkpoints equal those of tensors."""
 
 import copy
 from collections import Counter, OrderedDict
@@ -46,7 +46,7 @@ def tagged(tensor):
 
 
 class Scans(Dataset):
-    """Samples of a tensor class, as pairs or as dicts."""
+    """A dataset whose samples are pairs or dicts with tensors of a subclass."""
 
     def __init__(self, make=tagged, as_dicts=False):
         self.x = torch.randn(48, 5, generator=torch.Generator().manual_seed(0))
@@ -61,7 +61,7 @@ class Scans(Dataset):
 
 
 class Net(L.LightningModule):
-    """A network with a buffer and a parameter of a tensor class."""
+    """A network with a buffer and a parameter of a tensor subclass."""
 
     def __init__(self, make=torch.Tensor.clone):
         super().__init__()
@@ -196,7 +196,7 @@ def test_encode_entry_subclass_equals_plain():
     assert bytes_of(tagged(value.clone())) == bytes_of(value)
 
 
-# The content of checkpoints.
+# Tests of the content of checkpoints.
 
 
 def nested(leaf):

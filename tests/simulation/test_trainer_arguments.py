@@ -1,4 +1,4 @@
-"""Arguments of Lightning's Trainer in a federation: they apply to a client or a round, or raise an error."""
+"""Tests of arguments of Lightning's Trainer in a federation: they apply to a client or a round, or raise an error."""
 
 import sys
 from types import ModuleType
@@ -48,7 +48,7 @@ class Counts(L.Callback):
 
 @pytest.fixture
 def digits():
-    """A stream of three rounds whose validation and test samples are several batches."""
+    """Return a stream of three rounds with several batches of validation and test samples."""
     return FederatedStream("digits", ClassIncremental(1, 3), IID(2), Split(0.4, 0.4), batch_size=64, seed=0)
 
 
@@ -140,7 +140,7 @@ def test_evaluation_limits_apply_to_batches(fit, task, digits, stage):
     trainer = fit(task, digits, [counts], trainer_args={limit: 1, "num_sanity_val_steps": 0})
     loaders = {"validate": digits.val_dataloader, "test": digits.test_dataloader, "predict": digits.predict_dataloader}
     expected = {name: len(loader()) for name, loader in loaders.items()}
-    # The fit has three rounds with validation.
+    # The fit validates after each of three rounds.
     assert counts.batches.pop("validate") == 3 * (1 if stage == "validate" else expected["validate"])
     assert min(expected.values()) > 1
     counts.batches["validate"] = 0
@@ -325,7 +325,7 @@ def test_sync_batchnorm_and_sampler_arguments_do_not_change_results(
         batches.append(float(trainer.callback_metrics["val/accuracy"]))
     assert type(task.model[1]) is nn.BatchNorm1d
     assert_same(*tasks, 0)
-    # This is the accuracy on all validation samples.
+    # The logged value is the accuracy on all validation samples.
     assert batches[0] == batches[1]
 
 

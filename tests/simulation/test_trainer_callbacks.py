@@ -30,7 +30,7 @@ COHORTS = pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
 
 
 def column(folder, name):
-    """Return the values that a CSVLogger has written to a column."""
+    """Return the values of a column that a CSVLogger has written."""
     names, *lines = [line.split(",") for line in (folder / "metrics.csv").read_text().splitlines()]
     return [float(line[names.index(name)]) for line in lines if line[names.index(name)]]
 
