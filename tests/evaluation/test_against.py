@@ -1,4 +1,4 @@
-"""Comparison with a paper: agreement of each value, verdict on a table, and the chart."""
+"""Tests of the comparison with a paper: agreement of each value, verdict on a table, and the chart."""
 
 import pytest
 
@@ -7,14 +7,14 @@ from lightning_fcl.evaluation.table import Cell, Table, VerdictCounts
 
 ROWS = {
     "one": {
-        # The difference of 0.510 and 0.560 is 0.05 after rounding: near.
+        # The values 0.510 and 0.560 differ by 0.05 after rounding, which counts as near.
         "accuracy/server": Cell({0: 0.50, 1: 0.52}, 0.56),
-        # The difference from the mean is 0.1, and the standard deviation is 0.071: within 2 standard deviations.
+        # The difference from the mean is 0.1. This is within 2 standard deviations of 0.071.
         "loss/server": Cell({0: 0.50, 1: 0.60}, 0.65),
         "bytes/server": Cell({0: 1.0}),
     },
     "two": {
-        # A single seed has no standard deviation: outside.
+        # A single seed has no standard deviation, so the value counts as outside.
         "accuracy/server": Cell({0: 0.50}, 0.8),
         "loss/server": Cell({0: 0.1, 1: 0.102}, 0.5),
         # This metric was not measured.

@@ -40,7 +40,7 @@ def test_report_in_browser_draws_without_error_or_request(opened, pages, name, w
     for chart in range(charts.count()):
         box = charts.nth(chart).locator("svg").first.bounding_box()
         assert 0 < box["width"] <= width and box["height"] > 50
-        # Something is drawn.
+        # The chart contains shapes.
         assert charts.nth(chart).locator("svg path").count() > 2
     dark = page.evaluate("getComputedStyle(document.body).backgroundColor") != "rgb(255, 255, 255)"
     assert dark == (scheme == "dark")
@@ -85,6 +85,6 @@ def test_sort_script_click_on_heading_sorts_table(opened, tmp_path):
     name.click()
     assert order.all_inner_texts() == ["a", "b", "c"] and value.get_attribute("aria-sort") is None
     page.locator("table").nth(1).locator("th").nth(1).click()
-    # The second table is outside of the element with the class `sortable`.
+    # Only the first table is in an element with the class `sortable`, so the second table keeps its order.
     assert page.locator("table").nth(1).locator("td:first-child").all_inner_texts() == ["a", "b", "c"]
     assert said == []

@@ -1,4 +1,4 @@
-"""Values of a record by the simulated clock."""
+"""Tests of the values of a record by the simulated clock."""
 
 import csv
 import math

@@ -1,4 +1,4 @@
-"""Volume and time of the communication, compared with sums by hand."""
+"""Tests of the volume and time of the communication, compared with sums by hand."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from lightning_fcl.federation.compression import TopK
 RECORD = {
     "rounds": [
         {"upload_bytes": {"a": 10, "b": 40}, "download_bytes": {"a": 100, "b": 60}},
-        # Client b was dropped.
+        # The upload of client b was dropped.
         {"upload_bytes": {"a": 10}, "download_bytes": {"a": 10, "b": 50}},
         {"upload_bytes": {}, "download_bytes": {}},
         {"upload_bytes": {"a": 0}},

@@ -1,4 +1,4 @@
-"""Figures of a paper: the drawn points, compared with results by hand."""
+"""Tests of the figures of a paper: the drawn points equal results that are computed by hand."""
 
 import re
 
@@ -38,7 +38,7 @@ def rows():
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """Collect the specifications of figures instead of writing PNG files. Each is compiled to Vega."""
+    """Collect the specifications of figures instead of writing PNG files. Each specification is compiled to Vega."""
     figures = []
 
     def keep(path, spec):
@@ -51,7 +51,7 @@ def drawn(monkeypatch):
 
 
 def lines(spec, panel="", data="rows", of="value"):
-    """Return the points of each line of a panel by the name of the line."""
+    """Return a dict that maps the name of each line in a panel to the points of the line."""
     found = {}
     for row in spec["datasets"][data]:
         if row["panel"] == panel:
@@ -73,7 +73,7 @@ def find(spec, key):
 
 
 def seen(spec):
-    """Return the texts of a figure."""
+    """Return the text that a figure contains."""
     texts = re.findall(r"<(?:text|tspan)[^>]*>([^<]+)<", vl_convert.vegalite_to_svg(spec, config=charts._PNG))
     return " ".join(texts)
 
@@ -164,7 +164,7 @@ def test_experience_names_long_or_equal_returns_numbers():
 
 
 def study(seed=0, tasks=3, scale=1.0, clients="ab"):
-    """Return a run with two rounds in each task. Clients have their own orders of tasks, tested in the second round."""
+    """Return a run with two rounds per task. Each client has its own order of tasks and is tested after each task."""
     rng = np.random.default_rng(seed)
     order = {client: [[2 * t, 2 * t + 1] for t in rng.permutation(3)[:tasks].tolist()] for client in clients}
     rounds = []
@@ -189,7 +189,7 @@ def study(seed=0, tasks=3, scale=1.0, clients="ab"):
 
 
 def by_hand(run):
-    """Return average accuracy and forgetting after each task, mean over the clients, in plain Python."""
+    """Return the clients' mean values of average accuracy and forgetting after each task, in plain Python."""
     record, accuracies, forgettings = run["record"], [], []
     for client, tasks in record["tasks"].items():
         if client == "server":
@@ -229,7 +229,8 @@ def test_write_figures_communication_equals_sums_by_hand(tmp_path, drawn):
     rows = {"A": [study(0), study(1, scale=3.0)], "B": [study(2)], "C": [study(3)]}
     shown = {"all": {"first": "A", "second": "B", "third": "C"}, "one": {"third": "C"}}
     write_figures(tmp_path, [figure(kind="communication", panels=shown)], rows)
-    # Rounds have one client and two clients alternately. Each sends 1000, 1100, ... bytes and receives 3000.
+    # One client and two clients train alternately. In round r, a client sends 1000 + 100 r bytes and receives 3000
+    # bytes.
     up, down = sum((1 + r % 2) * (1000 + 100 * r) for r in range(6)), 9 * 3000
     bars = drawn[0]["datasets"]["volumes all"]
     expected = [[0, 2 * up], [2 * up, 2 * up + 2 * down], *2 * [[0, up], [up, up + down]]]
@@ -262,7 +263,7 @@ def test_write_figures_many_rows_have_names_and_distinct_styles(tmp_path, drawn,
 
 
 def ranges(spec):
-    """Return the colors and the shapes of the lines."""
+    """Return the colors and the marker shapes of the lines."""
     found = [scale["range"] for scale in find(spec, "scale") if len(scale.get("range", [])) and "domain" in scale]
     colours = next(one for one in found if str(one[0]).startswith("#"))
     return colours, next(one for one in found if one[0] == "circle")

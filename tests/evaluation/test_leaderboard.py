@@ -1,4 +1,4 @@
-"""Rows, tables and charts of the leaderboard."""
+"""Tests of the leaderboard: its rows, tables and charts."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from lightning_fcl.evaluation.table import Cell, Table
 
 
 def run(tasks=2):
-    """Return a run of two clients and the given number of tasks, after which client b has the lower accuracy."""
+    """Return a run of two clients with some tasks. At the end, client b has a lower accuracy than client a."""
     rounds = [
         {
             "round": number,

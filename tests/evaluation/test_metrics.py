@@ -1,4 +1,4 @@
-"""Metrics of continual learning, compared with a slow reference and with values by hand."""
+"""Tests of metrics of continual learning, compared with a slow reference and with values by hand."""
 
 import json
 import math
@@ -49,7 +49,7 @@ def fine_tuning_record():
 
 
 def random_record(seed):
-    """Return a record with unequal groups, one without test samples, overlapping tasks, and missed rounds."""
+    """Return a record with unequal groups, a group without test samples, overlapping tasks, and missed rounds."""
     rng = np.random.default_rng(seed)
     totals = [7, 12, 0, 30, 5]
     tasks = {
@@ -170,7 +170,7 @@ def test_summarize_fine_tuning_equals_values_of_the_paper():
 
 
 def client_record(correct, totals, experience, tasks):
-    """Return the record of a client from its numbers of correct predictions per round and group."""
+    """Return a client's record with the given numbers of correct predictions per round and group."""
     rounds = [
         {"round": r, "experience": {"a": e}, "correct": {"a": row}}
         for r, (e, row) in enumerate(zip(experience, correct, strict=True))
@@ -179,7 +179,7 @@ def client_record(correct, totals, experience, tasks):
 
 
 def test_matrices_and_stream_accuracies_equal_values_by_hand():
-    # Two groups of 10 and 30 samples in task 1, one of 20 in task 2; task 1 lasts two rounds.
+    # Task 1 has groups of 10 and 30 samples, and lasts two rounds. Task 2 has one group of 20 samples.
     record = client_record([[10, 0, 20], [0, 30, 0], [5, 15, 10]], [10, 30, 20], [0, 0, 1], [[0, 1], [2]])
     np.testing.assert_allclose(matrices(record)["a"], [[0.5, 0.5], [0.5, 0.5]])
     np.testing.assert_allclose(matrices(record, rounds="last")["a"], [[0.75, 0.0], [0.5, 0.5]])
@@ -189,7 +189,7 @@ def test_matrices_and_stream_accuracies_equal_values_by_hand():
 
 
 def test_summarize_base_session_counts_only_for_the_server():
-    """A base session of two groups, then one more group in each of two sessions of two rounds, by hand."""
+    """The base session has two groups. Each of two sessions of two rounds adds one group."""
     correct = [[4, 2, 3, 0], [3, 3, 4, 0], [1, 0, 4, 1], [2, 1, 1, 5]]
     rounds = [
         {"round": r, "experience": {"node": 1 + r // 2, "server": 1 + r // 2}, "correct": {"node": row, "server": row}}
@@ -274,7 +274,8 @@ def test_metrics_module_imports_without_torch():
 
 
 def test_task_curves_are_mean_over_tested_clients():
-    # Client a learns x, y, z. Clients b and c learn y, x and have no third task. c is not tested after its second task.
+    # Client a learns x, y, z. Clients b and c learn y, x and have no third task. Client c is not tested after its
+    # second task.
     correct = {
         "a": [[9, 0, 0], [5, 8, 0], [6, 2, 7]],
         "b": [[0, 6, 0], [10, 7, 0]],
@@ -285,7 +286,7 @@ def test_task_curves_are_mean_over_tested_clients():
     for e in range(3):
         now = {model: rows[e] for model, rows in correct.items() if e < len(rows)}
         entry = {"round": 2 * e, "experience": dict.fromkeys(now, e), "correct": {model: [0, 0, 0] for model in now}}
-        # Only the last round of a task counts.
+        # The metrics use only the last round of a task.
         rounds += [entry, {**entry, "round": 2 * e + 1, "correct": now}]
     tasks = {"a": [[0], [1], [2]], "b": [[1], [0]], "c": [[1], [0]], "server": [[0, 1], [0, 1], [2]]}
     record = {"groups": ["x", "y", "z"], "totals": [10] * 3, "tasks": tasks, "rounds": rounds}
@@ -297,7 +298,7 @@ def test_task_curves_are_mean_over_tested_clients():
 
 
 def test_summarize_local_models_with_measures_are_separate():
-    """The models that clients predict with after aggregation, and their models before aggregation, are separate."""
+    """Metrics of clients' models after aggregation are separate from metrics of their models before aggregation."""
     rounds = [
         {
             "round": r,

@@ -1,4 +1,4 @@
-"""The registry of metrics: every record is complete and correct, and a new record reaches every reader."""
+"""Tests of the registry of metrics: each record of a metric is complete, and a new record appears in all outputs."""
 
 import itertools
 import json
@@ -103,7 +103,7 @@ def of(quantity, share):
 
 
 def results_of(name, models, quantity, share):
-    """Return the test results of models with the same value on all groups."""
+    """Return the test results of some models. All groups of samples have the same value."""
     if quantity == ACCURACY:
         return {name: {model: [round(100 * share)] * 3 for model in models}}
     groups = ("+".join(part) for n in (1, 2, 3) for part in itertools.combinations("012", n))

@@ -1,4 +1,4 @@
-"""Reports of a run and of several runs: values of the record, in one file without requests."""
+"""Tests of the reports of one run and of several runs: values of the record, in one file without network requests."""
 
 import hashlib
 import json
@@ -24,7 +24,7 @@ EXPECTED = {"general_accuracy/client1": 0.753, "F_2/client1": 0.212, "general_ac
 
 
 def record(groups=6, tasks=2, rounds_per_task=3, seed=0):
-    """Return a record: client1 learns one group after the other, generalized learns all and misses the third round."""
+    """Return a record. `client1` learns group by group. `generalized` learns all groups and misses the third round."""
     rng = np.random.default_rng(seed)
     rounds = []
     for r in range(tasks * rounds_per_task):
@@ -74,7 +74,7 @@ def results(row="FLwF-2T/FT", seed=0, expected=None, **shape):
 
 
 class Reader(HTMLParser):
-    """Reads a page: tags with attributes, charts by caption, tables by section, and the visible text."""
+    """Reads a page: tags with their attributes, charts by caption, tables by section, and the visible text."""
 
     def __init__(self, page):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Checksum lists: files with their SHA-256."""
+"""Tests of checksum lists: files with their SHA-256."""
 
 import hashlib
 

@@ -1,4 +1,4 @@
-"""Tables of a paper: values over seeds by hand, and reading of written tables."""
+"""Tests of the tables of a paper: values over seeds by hand, and reading of written tables."""
 
 import json
 import re
@@ -14,7 +14,7 @@ EXPECTED = {"general_accuracy/client1": 0.753, "general_accuracy/other": 0.5}
 
 
 def results(row="FLwF-2T/FT", seed=0, expected=None):
-    """Return the results of a run, as far as a table reads them."""
+    """Return the part of a run's results that a table uses."""
     return {
         "recipe": {"paper": "flwf", "row": row} if row else None,
         "seed": seed,

@@ -1,4 +1,4 @@
-"""Metrics after each task, compared with sums by hand."""
+"""Tests of metrics after each task, compared with sums by hand."""
 
 import pytest
 
@@ -52,7 +52,7 @@ def test_with_tasks_gain_is_relative_to_mean_of_other_rows():
     table = made(runs)
     first, second = (table["new"][f"gain_after_{n}/clients"] for n in (1, 2))
     assert (first.paper, second.paper) == (0.5, 0.75) and "gain_after_3/clients" not in table["new"]
-    # Only seed 0 is in all rows: .9 over the mean of .4 and .6, and .7 over the mean of .3 and .4.
+    # Only seed 0 is in all rows. The gains are .9 / mean(.4, .6) - 1 and .7 / mean(.3, .4) - 1.
     assert first.values == {0: pytest.approx(0.9 / 0.5 - 1)} and second.values == {0: pytest.approx(0.7 / 0.35 - 1)}
     for row, runs_of in runs.items():
         values = table[row]["accuracy_after_2/clients"].values

@@ -22,7 +22,7 @@ factors = {"output": 2.0}
 
 
 def test_assertions_that_pytest_rewrites_do_not_lead_to_pytest():
-    """Otherwise, each fit in a test would inspect all collected tests."""
+    """A module with rewritten assertions does not lead to pytest. Otherwise, each fit would inspect all tests."""
     rewritten = [name for name in scaled.__code__.co_names if "pytest" in name]
     assert rewritten  # pytest's module is a global variable of this module.
     functions = functions_in(Checked)

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.rounding
 
 
 def by_hand(w, v, x, y, iterations, rate, strength):
-    """Compute the importance for one layer (W, b) and cross-entropy: gradients ``(p - e_y) x^T`` and ``p - e_y``."""
+    """Compute the importance for one layer (W, b). The loss has the gradients ``(p - e_y) x^T`` and ``p - e_y``."""
     importance, v = torch.zeros(len(y)), [p.clone() for p in v]
     for s in range(1, iterations + 1):
         error = (x @ v[0].T + v[1]).softmax(dim=1) - torch.eye(len(v[1]))[y]

@@ -1,4 +1,4 @@
-"""Frozen backbones: valid weights are loaded, and are never changed."""
+"""Tests of frozen backbones: valid weights are loaded, and training does not change the weights."""
 
 import copy
 import socket
@@ -38,7 +38,7 @@ def small():
 
 
 def timms_name(name):
-    """Return timm's name for a tensor of the package's file."""
+    """Convert the name of a tensor in the package's file to timm's name."""
     if not name.startswith("_blocks"):
         outer = {"_conv_stem": "conv_stem", "_bn0": "bn1", "_conv_head": "conv_head", "_bn1": "bn2"}
         part, _, entry = name.partition(".")

@@ -1,4 +1,4 @@
-"""CvT has the paper's number of parameters, and its convolutional projections equal plain convolutions."""
+"""Tests of CvT: the paper's number of parameters, and convolutional projections that equal plain convolutions."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def shaken(module: nn.Module) -> nn.Module:
 
 
 def block(width):
-    """Return the number of parameters of a block: two norms, three projections, output and perceptron."""
+    """Return the number of parameters of a block: norms, convolutional projections, attention and perceptron."""
     convolutions = 3 * (9 * width + 2 * width)
     attention = 4 * width * width + 4 * width
     return 4 * width + convolutions + attention + (8 * width * width + 5 * width)

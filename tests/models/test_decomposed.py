@@ -1,4 +1,4 @@
-"""The decomposed network: weights of the equation, and the task of each sample."""
+"""Tests of the decomposed network: its weights equal the paper's equation, and each sample uses its task's network."""
 
 import copy
 
@@ -18,7 +18,7 @@ def small(classes=6):
 
 
 def begun(tasks=3, adaptives=(0, 2, 2), threshold=1e-3):
-    """Return a network with some started tasks. Each task has its own knowledge base and weights far from the start."""
+    """Return a network with some started tasks. Each task has a knowledge base, and its weights are changed."""
     model = FedWEITNet(small(), 4, threshold=threshold)
     others = []
     for task in range(tasks):
@@ -34,7 +34,7 @@ def begun(tasks=3, adaptives=(0, 2, 2), threshold=1e-3):
 
 
 def by_hand(model, task, others, evaluate):
-    """Compute theta of a task for each layer and each number."""
+    """Compute the weights theta of a task in loops over layers, units and the knowledge base."""
     own, place, unit, weights = model.tasks[task], 0, 0, {}
     for layer, (name, parameter) in enumerate((n, p) for n, p in model.net.named_parameters() if n in model.names):
         size = parameter.numel()

@@ -1,4 +1,4 @@
-"""Networks are described by plain data and are created from it. Other objects are not created."""
+"""Tests that networks are described by plain data and are created from it. Other objects are not created."""
 
 import copy
 import json
@@ -54,7 +54,7 @@ def test_every_network_is_created_from_its_description(name):
     shapes = {key: value.shape for key, value in network.state_dict().items()}
     assert {key: value.shape for key, value in again.state_dict().items()} == shapes
     assert copy.deepcopy(network).init_config == network.init_config
-    # The types of all arguments can be resolved, so they can be checked.
+    # The type hints of all arguments can be resolved, so the arguments can be checked.
     assert get_type_hints(make.__init__ if isinstance(make, type) else make)
 
 

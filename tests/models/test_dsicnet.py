@@ -1,4 +1,4 @@
-"""DSICNet has the documented number of parameters, and accepts images or maps of the backbone."""
+"""Tests of DSICNet: the documented number of parameters, and inputs that are images or maps of the backbone."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def test_dsicnet_has_the_documented_number_of_parameters(parameters_of):
 def test_dsicnet_folded_head_has_24_kb_and_equal_outputs(parameters_of):
     net = DSICNet().train()
     for _ in range(3):
-        # This changes the running statistics from their initial values, 0 and 1.
+        # The forward passes change the running statistics from their initial values 0 and 1.
         net(torch.randn(8, 1, 64, 48))
     net.eval().backbone.requires_grad_(False)
     x = torch.randn(2, 1, 64, 48)

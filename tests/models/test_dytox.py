@@ -1,4 +1,4 @@
-"""DyTox: one pass of the encoder, independent task tokens, and the order of logits by class."""
+"""Tests of DyTox's network: one pass of the encoder, independent task tokens, and the order of logits by class."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Reservoirs equal the recurrence in a plain NumPy loop."""
+"""Tests that reservoirs equal the recurrence in a plain NumPy loop."""
 
 import numpy as np
 import pytest
@@ -88,7 +88,7 @@ def test_spectral_radius_is_exact(radius, connectivity):
     ("connectivity", "of_inputs", "of_units"), [(1.0, 5, 20), (0.4, 2, 8), (3, 3, 3), (1, 1, 1), (0.01, 1, 1)]
 )
 def test_connectivity_sets_the_number_of_weights_in_each_row(connectivity, of_inputs, of_units):
-    # With one connection per unit, the graph may have no cycle. With this seed it has one.
+    # With one connection per unit, the graph may have no cycle. With this seed, the graph has a cycle.
     reservoir = EchoStateNetwork(5, 20, 2, input_connectivity=connectivity, recurrent_connectivity=connectivity, seed=1)
     # The inputs of the second layer are the units of the first layer.
     for layer, seen in ((0, of_inputs), (1, of_units)):
@@ -182,7 +182,7 @@ def test_weights_hash_low_precision_changes_with_the_gain(make_reservoir, dtype)
 def test_plasticity_gradients_equal_autograd_of_the_divergence(make_reservoir, by_numpy, mu, options, own):
     """The expected values are gradients of -log|dh/dnet| + (h - mu)^2 / (2 sigma^2), summed over time.
 
-    The net input is constant.
+    The gradients treat the net input as constant.
     """
     reservoir, x, sigma = adapted(make_reservoir(**options)), inputs(), 0.4
     gain, bias = (value.detach().expand(4, -1).clone() for value in (reservoir.gain, reservoir.bias))

@@ -1,4 +1,4 @@
-"""Features of networks: the input of the last layer."""
+"""Tests of features: the input of a network's last layer."""
 
 import pytest
 import torch

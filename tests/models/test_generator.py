@@ -1,4 +1,4 @@
-"""The generator of images, and the distance to a network's running statistics."""
+"""Tests of the image generator, and of the distance to a network's running statistics."""
 
 import pytest
 import torch

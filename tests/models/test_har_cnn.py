@@ -1,4 +1,4 @@
-"""HARCNN builds the layers of its notation, and rejects an invalid notation with the reason."""
+"""Tests of HARCNN: it builds the layers of its notation, and an invalid notation raises an error with the reason."""
 
 import math
 
@@ -11,18 +11,18 @@ from torch import nn
 from lightning_fcl.errors import InvalidValueError, UnknownNameError
 from lightning_fcl.models.small import HARCNN
 
-# Number of parameters: filters * channels * width + filters, units * inputs + units, and the classifier. The comments
-# contain the number of time steps after each layer.
+# Number of parameters: filters * channels * width + filters for a convolution, units * inputs + units for a dense
+# layer, and the classifier. The comments contain the number of time steps after each layer.
 TABLE_1 = {
-    # 128 -> 119
+    # Time steps: 128 -> 119.
     "32-10C_256D_128D": (32 * 6 * 10 + 32) + (256 * 32 * 119 + 256) + (128 * 256 + 128) + (6 * 128 + 6),
-    # 128 -> 120 -> 30 -> 22 -> 11 -> 3
+    # Time steps: 128 -> 120 -> 30 -> 22 -> 11 -> 3.
     "64-9C_4M_32-9C_2M_16-9C_128D": (64 * 6 * 9 + 64)
     + (32 * 64 * 9 + 32)
     + (16 * 32 * 9 + 16)
     + (128 * 16 * 3 + 128)
     + (6 * 128 + 6),
-    # 128 -> 113 -> 28
+    # Time steps: 128 -> 113 -> 28.
     "196-16C_4M_1024D": 5_645_898,
     "196-16C_4M_1024D_512D": (196 * 6 * 16 + 196) + (1024 * 196 * 28 + 1024) + (512 * 1024 + 512) + (6 * 512 + 6),
 }

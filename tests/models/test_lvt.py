@@ -1,4 +1,4 @@
-"""LVT: attention with learned keys."""
+"""Tests of LVT's network: attention with learned keys."""
 
 import pytest
 import torch

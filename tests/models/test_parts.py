@@ -1,4 +1,4 @@
-"""Layers of the vision transformers equal plain computations."""
+"""Tests that layers of the vision transformers equal plain computations."""
 
 import math
 from contextlib import nullcontext
@@ -45,7 +45,7 @@ NETWORKS = {
 
 
 class Watching(TorchFunctionMode):
-    """Records the precision of attention."""
+    """Records the data type of the inputs of attention, and whether autocast is enabled."""
 
     def __init__(self):
         super().__init__()

@@ -52,7 +52,7 @@ def relative(a, b):
 
 
 def conv_by_hand(x, weight, bias, stride, padding, groups):
-    """Compute a convolution of whole numbers in int64, in loops over the kernel."""
+    """Compute a convolution of integers in int64, in loops over the kernel."""
     x = np.pad(x.astype(np.int64), ((0, 0), (0, 0), (padding, padding), (padding, padding)))
     outputs, inputs, height, width = weight.shape
     h, w = (x.shape[2] - height) // stride + 1, (x.shape[3] - width) // stride + 1
@@ -71,7 +71,7 @@ def float_backbone(model):
     return backbone
 
 
-# --- folding ---
+# Tests of folding batch normalization into convolutions.
 
 
 def test_fold_batchnorm_follows_the_formula_and_keeps_other_norms():
@@ -87,7 +87,7 @@ def test_fold_batchnorm_follows_the_formula_and_keeps_other_norms():
     assert block[0].training and block.training
 
 
-# --- int8 against independent computations ---
+# Tests of the int8 network against independent computations.
 
 
 @pytest.mark.parametrize(("groups", "stride", "padding", "relu"), [(1, 2, 1, True), (4, 1, 1, True), (2, 1, 0, False)])
@@ -157,7 +157,7 @@ def test_int8_channel_of_zeros_keeps_its_bias():
     assert torch.allclose(model.backbone(torch.rand(2, 1, 4, 4))[:, 0], torch.tensor(3.0), rtol=0.02)
 
 
-# --- state ---
+# Tests of the state.
 
 
 def test_int8_state_has_only_buffers_and_int8_weights(pair):
@@ -190,7 +190,7 @@ def test_quantize_backbone_without_images_needs_no_torchao(monkeypatch):
         quantize_backbone(DSICNet(), digits()[:2])
 
 
-# --- behavior as a module ---
+# Tests of the behavior as a module.
 
 
 @pytest.mark.seconds
@@ -252,7 +252,7 @@ def test_int8_head_vectorized_equals_sequential(fit):
         assert torch.allclose(value, results[1][name], atol=1e-6)
 
 
-# --- errors ---
+# Tests of errors.
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Statistics and solutions of the readout equal NumPy's, or exact arithmetic for ill-conditioned matrices."""
+"""Tests of the readout: its statistics and solutions equal NumPy's results or exact arithmetic."""
 
 from fractions import Fraction
 
@@ -190,7 +190,7 @@ def exact_solution(a, b, beta):
 
 
 def with_spectrum(values, seed=0):
-    """Return a matrix with these eigenvalues, and a matching A."""
+    """Return A and B of a readout. B has the given eigenvalues."""
     rng = np.random.default_rng(seed)
     vectors = np.linalg.qr(rng.normal(size=(len(values), len(values))))[0]
     b = (vectors * values) @ vectors.T
@@ -228,7 +228,7 @@ def test_solve_ill_conditioned_equals_exact_solution(values, beta):
 @pytest.mark.parametrize("seed", range(60))
 @pytest.mark.parametrize("rank", [1, 6, 9])
 def test_solve_singular_without_beta_returns_least_norm(seed, rank, caplog):
-    """Because of rounding, a singular B may or may not be positive definite. In both cases it has no inverse."""
+    """Rounding determines whether a singular B is positive definite. In both cases, the solution has the least norm."""
     rng = np.random.default_rng(seed)
     states = rng.normal(size=(50, rank)) @ rng.normal(size=(rank, 10))
     targets = rng.normal(size=(50, 2))

@@ -1,4 +1,4 @@
-"""T2T-ViT has the paper's number of parameters, and its soft splits are overlapping patches."""
+"""Tests of T2T-ViT: the paper's number of parameters, and soft splits that equal overlapping patches."""
 
 import math
 

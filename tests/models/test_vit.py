@@ -1,4 +1,4 @@
-"""Eight families of vision transformers: separate bodies and heads, trainable parameters, and states for averaging."""
+"""Tests of eight families of vision transformers: bodies and heads, trainable parameters, and states for averaging."""
 
 import copy
 import math
@@ -19,7 +19,8 @@ from lightning_fcl.federation.aggregation import state_tensors
 from lightning_fcl.models import SplitViT, ViT, create_vit
 from lightning_fcl.models._backbones import FAMILIES, VARIANTS, LevitBody
 
-# Small versions of each family. The positions are those of the full models, as they depend only on patches and strides.
+# Small versions of each family. Positions depend only on patches and strides, so they equal the positions of the full
+# models.
 TINY = {
     "vit": {"width": 12, "depth": 2, "num_heads": 3},
     "deit": {"width": 12, "depth": 2, "num_heads": 3},
@@ -190,7 +191,7 @@ def test_every_attention_has_several_keys_at_32(name, monkeypatch):
             module.register_forward_hook(lambda _, args, out: seen.add(out.shape[-1]))
     model(torch.randn(2, 3, 32, 32))
     if name == "cait":
-        # These are the keys in the blocks of the class token.
+        # The blocks of the class token have 65 keys.
         seen.discard(65)
     assert seen == KEYS[name]
 
@@ -245,7 +246,7 @@ def test_gradients_reach_every_row(name):
         if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
             module.momentum = 1.0
     model(x)
-    # In training mode, LeViT's norms cancel the constants before them.
+    # In training mode, LeViT's norms cancel a constant in their inputs.
     model.eval()
     (model(x) * torch.randn(4, 5)).sum().backward()
     for key, parameter in model.named_parameters():
@@ -256,9 +257,9 @@ def test_gradients_reach_every_row(name):
 @pytest.mark.seconds
 @each
 def test_training_separates_eight_images(name):
-    """The optimizer is AdamW, as in the paper. Without the images, the loss is at least log(4), as classes are equal.
+    """The lowest loss is below 1.1. A model that ignores the images has a loss of at least log(4), about 1.39.
 
-    For four seeds and all networks, the lowest loss is at most 0.85.
+    The optimizer is AdamW, as in the paper. For four seeds and all networks, the lowest loss is at most 0.85.
     """
     model = tiny(name, num_classes=4).train()
     x, y = torch.randn(8, 3, 32, 32), torch.arange(8) % 4
@@ -284,7 +285,7 @@ def test_create_vit_weights_depend_on_the_seed(name):
 
 @each
 def test_create_vit_copies_and_other_weights_after_a_forward(name):
-    """Models could cache values of the first forward pass in evaluation mode, which would hide other weights."""
+    """Values that a model caches in its first forward pass must not hide a later change of its weights."""
     model, other = shaken(tiny(name)).eval(), shaken(tiny(name)).eval()
     x = torch.randn(2, 3, 32, 32)
     before, wanted = model(x), other(x)

@@ -208,7 +208,7 @@ def test_client_with_dropped_last_upload_has_experience_result(fit, make, make_t
 
 
 def moments(stream, task, states):
-    """Return the number of samples and the sum of their features of each class, from the clients' own states."""
+    """Return the number of samples and the sum of features for each class, with features from each client's state."""
     sums = torch.zeros(4, 6, dtype=torch.float64)
     for (client, round_idx), state in states.items():
         x, y = stream.get_samples(stream.plan.train[round_idx][client])

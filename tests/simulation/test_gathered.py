@@ -1,4 +1,4 @@
-"""Warnings about attributes that training fills and hooks at the end of a round write to the module's state."""
+"""Tests of the warning about attributes that training fills and that hooks write to the module's state."""
 
 import lightning.pytorch as L
 import numpy as np

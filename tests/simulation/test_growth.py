@@ -86,6 +86,6 @@ def test_growth_merged_on_two_processes_equals_one_process(make, steps):
 
 
 def test_growth_same_new_key_by_two_clients_is_not_merged():
-    """The two values could be sums or copies, so they cannot be merged."""
+    """The values of the new key could be sums, so the values cannot be merged."""
     every = [grow({}, [lambda v: v.update(x=1.5)])[1][0] for _ in range(2)]
     assert is_merged(every[0]) and not is_merged(joined(every))

@@ -107,7 +107,7 @@ def ranks(fit, tmp_path):
 
 @pytest.fixture
 def alike(ranks):
-    """Fit with each number of processes, check that weights and records are equal, and return the hash."""
+    """Return a function that fits with each number of processes, checks equal results, and returns the hash."""
 
     def check(make, numbers=(1, 2, 3), **options):
         found = [ranks(number, *make(), **options)[:2] for number in numbers]

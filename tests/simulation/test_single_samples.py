@@ -258,7 +258,7 @@ def test_last_batch_of_one_sample_with_replay_samples_is_kept():
 
 
 def test_plan_batches_min_size_two_has_no_batch_of_one_sample():
-    """Each sample is in one batch per epoch. Batches without a single sample equal those without a minimum size."""
+    """Each sample is in one batch per epoch. The option changes batches only if a batch has one sample."""
     rng = np.random.default_rng(0)
     for _ in range(200):
         size, batch_size, replayed = (int(rng.integers(low, 40)) for low in (1, 2, 0))

@@ -1,4 +1,4 @@
-"""Lightning's callbacks in a federation: they see clients' batches and the server's model, or raise an error."""
+"""Tests of Lightning's callbacks: they work on clients' batches and the server's model, or raise an error."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Analytic methods on one task: the server's solution equals the paper's solution, computed in NumPy."""
+"""Tests of analytic methods on one task: the server's solution equals the paper's solution, computed in NumPy."""
 
 import lightning.pytorch as L
 import numpy as np
@@ -84,7 +84,7 @@ def test_ridge_any_partition_equals_pooled_solution(fit, kind, partition, experi
 
 
 def law(first, second):
-    """Return W and C of two clients together by the absolute aggregation law of He et al. (2025)."""
+    """Combine W and C of two clients by the absolute aggregation law of He et al. (2025)."""
     (w, c), (v, d) = first, second
     r, q = np.linalg.inv(c), np.linalg.inv(d)
     joint, one = np.linalg.inv(c + d), np.eye(len(c))
@@ -156,7 +156,7 @@ def test_ridge_several_betas_selects_best_on_validation(fit, options):
     torch.testing.assert_close(task.readout.weight, task.readout.solve_path([task.readout.beta])[0], rtol=0, atol=1e-9)
 
 
-# Low rank.
+# Tests of `rank`.
 
 
 def leading_vectors(rows, rank):
@@ -168,7 +168,7 @@ def leading_vectors(rows, rank):
 @pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
 @pytest.mark.parametrize("batch_size", [4, 100])
 def test_low_rank_solution_is_in_space_of_leading_vectors(fit, max_vectorized_clients, batch_size):
-    """Each client has eight samples, so nothing is truncated. The rows of its B are orthogonal, not samples."""
+    """Each client has eight samples, so a rank of 9 truncates no row. The rows of a client's B are orthogonal."""
     data, task, watched = arrays(samples=40, classes=4), ridge(4, rank=9, random_features=20), Watched("readout.B")
     fit(
         task, streamed(data, clients=5, batch_size=batch_size), [watched], max_vectorized_clients=max_vectorized_clients
@@ -199,7 +199,7 @@ def test_low_rank_uploads_less_and_loses_truncated_rows(fit):
     assert {*trainer.strategy.server.record.upload_bytes.values()} == {8 * (9 * 20 + 4 * 20 + 1)}
 
 
-# Moments.
+# Tests of moments.
 
 
 def test_moments_groups_of_one_sample_equal_pooled_solution(fit):
@@ -211,7 +211,7 @@ def test_moments_groups_of_one_sample_equal_pooled_solution(fit):
 
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_moments_equal_estimate_of_the_paper(fit, symmetric):
-    """The expected value is the formula over the groups with samples of a class. Groups get samples in turn."""
+    """The expected value is the formula of the paper, over the groups that have samples of a class."""
     data, task = arrays(samples=300, classes=4), ridge(4, upload="moments", groups=3, symmetric=symmetric)
     stream, sent = streamed(data, clients=4, experiences=2, batch_size=7), []
 
@@ -239,12 +239,12 @@ def test_moments_equal_estimate_of_the_paper(fit, symmetric):
     exact = states.T @ states
     assert 1e-3 < np.linalg.norm(b - exact) / np.linalg.norm(exact) < 0.3
     dense = 8 * 3 * 4 * (FEATURES + 1) + 8 * 4 * FEATURES
-    # Classes of the other task take one bit.
+    # Classes of the other task have no samples, and each of these classes takes one bit.
     assert max(trainer.strategy.server.record.upload_bytes.values()) < dense
 
 
 def test_moments_estimate_is_unbiased():
-    """The mean over random groupings of two classes is correct, also if some groups have no sample of a class."""
+    """The mean of the estimates over random groupings is correct, also if a group has no sample of a class."""
     rng = np.random.default_rng(0)
     states = torch.from_numpy(rng.normal(size=(40, 5)) + 1)
     classes = torch.tensor([0] * 33 + [1] * 7)
@@ -259,7 +259,7 @@ def test_moments_estimate_is_unbiased():
     assert (found[0] - states.T @ states).abs().max() > 1
 
 
-# Clients and classes that are missing in some rounds.
+# Tests of clients and classes that are missing in some rounds.
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "full rank"])
@@ -316,7 +316,7 @@ def test_ridge_late_and_missing_clients_count_once(fit, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("after", [1, 2, 3])
 def test_unlearning_after_missed_sync_removes_pending_upload(fit, kind, after):
-    """After round 1, the data that client 1 has not uploaded yet are removed with it."""
+    """Data that client 1 has not uploaded after the missed synchronization are removed with client 1."""
     weights = []
     for method in (Unlearning({"1": after}), Absent({"1": range(4)})):
         task = ridge(**KINDS[kind])

@@ -1,4 +1,4 @@
-"""Task-incremental classifiers: logits are restricted to the classes of a sample's task."""
+"""Tests of task-incremental classifiers: logits are restricted to the classes of a sample's task."""
 
 import lightning.pytorch as L
 import numpy as np
@@ -156,7 +156,7 @@ def test_configure_optimizers_invalid_optimizer_raises(optimizer):
 
 
 def test_majority_classifier_accuracy_equals_share_of_class(fit):
-    """The accuracy on a task is the share of a client's most frequent class among the test samples of its classes."""
+    """The accuracy on a task is the share of a client's most frequent class among the test samples of the task."""
     rng = np.random.default_rng(0)
     y = np.arange(240) % 12
     scenario = FedViTScenario(

@@ -1,4 +1,4 @@
-"""Federated regression, compared with loops and metrics written by hand."""
+"""Tests of federated regression, compared with hand-written loops and metrics."""
 
 import copy
 import csv

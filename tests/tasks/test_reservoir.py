@@ -1,4 +1,4 @@
-"""Reservoir tasks: federated solutions compared with the solution on all data, computed in NumPy."""
+"""Tests of reservoir tasks: federated solutions equal the solution on all data, computed in NumPy."""
 
 import logging
 import os
@@ -31,7 +31,7 @@ class Watch(Callback):
 
 
 def seen(stream, rounds=None, client=None):
-    """Return all training samples, repeated for each round in which they were used."""
+    """Return the training samples of all clients or one client, repeated for each round that used the samples."""
     plan = stream.plan.train[:rounds]
     rows = [part for current in plan for name, part in current.items() if client in (None, name)]
     return stream.get_samples(np.concatenate(rows))
@@ -55,7 +55,7 @@ def assert_logged(trainer, task, x, y, quantity, expected):
 
 @pytest.fixture
 def train(quiet):
-    """Return a function that fits in a plain Trainer, in the order of the data."""
+    """Return a function that fits in a plain Trainer. The data are not shuffled."""
 
     def run(task, data, epochs=1, callbacks=(), validation=None, **kwargs):
         trainer = L.Trainer(max_epochs=epochs, callbacks=list(callbacks), **{**quiet, **kwargs})
@@ -66,7 +66,7 @@ def train(quiet):
     return run
 
 
-# IncFed.
+# Tests of IncFed.
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
@@ -128,7 +128,7 @@ def test_reservoir_second_fit_resets_statistics_if_changed(fit, make_series_stre
     assert_weight(task, centralized(by_numpy, task, *seen(first)))
 
 
-# FedAvg.
+# Tests of FedAvg.
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
@@ -181,7 +181,7 @@ def test_reservoir_evaluates_client_readouts_with_upload_weights(
     assert set(metrics.record["rounds"][0]["correct"]) == {"server"}
 
 
-# Bytes of uploads and downloads.
+# Tests of the bytes of uploads and downloads.
 
 
 @pytest.mark.parametrize(("symmetric", "b_size"), [(False, 12 * 12), (True, 12 * 13 // 2)])
@@ -201,7 +201,7 @@ def test_reservoir_upload_weights_bytes(fit, make_series_stream, make_reservoir_
         assert entry["upload_bytes"] == entry["download_bytes"] == dict.fromkeys("012", 8 * 12 * 4)
 
 
-# Inputs and targets of the readout.
+# Tests of the inputs and targets of the readout.
 
 
 def features_by_hand(states, readout):
@@ -276,7 +276,7 @@ def test_reservoir_plain_trainer_validates_solved_readout(train, make_series, ma
     data, task = tuple(map(torch.from_numpy, make_series())), make_reservoir_task(upload=share)
     trainer = train(task, data, epochs=2, validation=data)
     logged = trainer.callback_metrics["val/accuracy"]
-    # This is the accuracy of weights of zero.
+    # This is the accuracy if all weights of the readout are 0, because the predicted class is then 0.
     unsolved = float((data[1] == 0).double().mean())
     assert float(logged) != pytest.approx(unsolved) and bool(task.readout.weight.any())
     assert trainer.validate(task, DataLoader(TensorDataset(*data), 7), verbose=False)[0]["val/accuracy"] == logged
@@ -333,7 +333,7 @@ def test_reservoir_regressor_of_steps_equals_solution(train, make_series, make_r
     assert_logged(trainer, task, x, y, "error", error)
 
 
-# Several values of the regularization.
+# Tests of several values of the regularization.
 
 
 def best_beta(by_numpy, task, betas, data, validation):
@@ -394,7 +394,7 @@ def test_reservoir_several_betas_without_validation_raises(
             fit(task, make_series_stream())
 
 
-# Errors and warnings.
+# Tests of errors and warnings.
 
 
 @pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
@@ -502,7 +502,7 @@ def test_reservoir_invalid_arguments_raise(make_reservoir, options, expected):
         ReservoirClassifier(make_reservoir(), **{"num_classes": 4, **options})
 
 
-# Interrupted rounds, memory and number of clients per vectorized step.
+# Tests of interrupted rounds, memory and the number of clients per vectorized step.
 
 
 @pytest.mark.parametrize("share", ["statistics", "weights"])
@@ -559,7 +559,7 @@ def test_reservoir_memory_is_independent_of_number_of_sequences():
     command = [sys.executable, "-c", MEMORY, "200", "4000"]
     printed = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
     peaks = [int(line) for line in printed.split()[-2:]]
-    # All states together have 94 MB, here in KB.
+    # All states together have 96 MB. The size is in KiB here.
     states = 4000 * 30 * 200 * 4 // 1024
     assert peaks[1] - peaks[0] < states / 4
 

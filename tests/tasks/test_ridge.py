@@ -1,4 +1,4 @@
-"""Ridge readout on a frozen network and on a network trained by a base session."""
+"""Tests of the ridge readout on a frozen network, and on a network that a base session trains."""
 
 import copy
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.rounding
 
 
 def faces(people=8, images=10, seed=0):
-    """Return images and the numbers of their people."""
+    """Return images of people, and the number of the person in each image."""
     rng = np.random.default_rng(seed)
     y = rng.permutation(np.repeat(np.arange(people), images))
     pattern = rng.normal(size=(people, 1, 16, 16))
@@ -27,7 +27,7 @@ def faces(people=8, images=10, seed=0):
 
 
 class Exact(DSICNet):
-    """A network in double precision. In single precision, the features of a sample depend on its batch by rounding."""
+    """A network in double precision. In single precision, rounding makes a sample's features depend on the batch."""
 
     def latent(self, x):
         return super().latent(x.double())
@@ -43,7 +43,7 @@ def network(classes=4):
 
 
 def pooled(task, x, y, classes, beta):
-    """Return the solution on all samples, in NumPy."""
+    """Return A, B and the ridge solution on all samples, computed in NumPy."""
     with torch.no_grad():
         states = task.model.eval().embed(x).double().numpy()
     a, b = np.eye(classes)[y.numpy()].T @ states, states.T @ states
@@ -95,7 +95,7 @@ def test_ridge_base_session_and_missed_sync_count_every_sample(fit, swarm):
     "options", [{"random_features": 40, "bias": True, "gamma": 1.0}, {"random_features": 40, "rank": 40}]
 )
 def test_ridge_base_session_with_random_features_equals_solution(fit, options):
-    """Random features and other arguments, as in STSA."""
+    """The solution equals NumPy's solution with random features and with other arguments of STSA."""
     task = RidgeClassifier(network(6), 6, beta=0.5, **options)
     stream = federated(fit, task)
     used = np.concatenate(
@@ -143,11 +143,11 @@ def test_ridge_network_without_features_raises():
         RidgeClassifier(torch.nn.Linear(6, 4), 4)
 
 
-# Networks whose features differ between training and evaluation mode.
+# Tests of networks whose features differ between training and evaluation mode.
 
 
 class Noisy(torch.nn.Sequential):
-    """A network whose features differ in training mode, in double precision as `Exact`."""
+    """A network in double precision whose features differ between training and evaluation mode."""
 
     features = 5
 

@@ -1,4 +1,4 @@
-"""Loading of tasks from checkpoints, whose hyperparameters are plain data."""
+"""Tests of loading tasks from checkpoints, whose hyperparameters are plain data."""
 
 import functools
 
@@ -32,7 +32,7 @@ def saved(tmp_path, quiet):
 
 
 class Own(nn.Module):
-    """A network of a user."""
+    """A user-defined network."""
 
     def __init__(self):
         super().__init__()
