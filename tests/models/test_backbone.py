@@ -65,7 +65,7 @@ def test_packaged_weights_are_loaded_under_timm_names(lite0):
 @pytest.mark.data
 @pytest.mark.seconds
 def test_features_of_photographs_separate_classes(lite0, data_folder):
-    """The nearest of 20 class means, each over 10 images, is the right class for more than half of other images."""
+    """More than half of the images are nearest to the mean feature of 10 other images of their class."""
     data = load_dataset("tinyimagenet", data_folder)
     rows = np.concatenate([np.flatnonzero(data.y == label)[:20] for label in range(20)])
     features = F.normalize(lite0.embed(torch.from_numpy(data.x[rows]) / 255)).view(20, 20, -1)
