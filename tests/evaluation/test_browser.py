@@ -1,4 +1,4 @@
-"""Reports in Chromium, which `.ci/run` installs. Without Chromium, the tests are skipped, but fail in CI."""
+"""Tests of reports in Chromium, which `.ci/run` installs. Without Chromium, CI fails and local tests are skipped."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Modules with their own `training_step`: vectorized training equals sequential training and a hand-written loop."""
+"""Tests of modules with their own `training_step`: vectorized training equals sequential and hand-written training."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Counts of a client's batches and steps, as read by training steps, hooks and learning rate schedules."""
+"""Tests of a client's batch and step counts, which training steps, hooks and learning rate schedules read."""
 
 import random
 import re

@@ -1,4 +1,4 @@
-"""Local optimizer steps: gradient accumulation and step schedules, compared with hand-written loops."""
+"""Tests of local optimizer steps: gradient accumulation and step schedules, compared with hand-written loops."""
 
 import copy
 

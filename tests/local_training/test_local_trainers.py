@@ -1,4 +1,4 @@
-"""Custom local trainers and methods that users write without changes in the package."""
+"""Tests of custom local trainers and methods, which users write without changes in the package."""
 
 from collections.abc import Callable, Sequence
 
@@ -16,7 +16,7 @@ from lightning_fcl.simulation.federation import Federation
 
 
 class LeastSquares(L.LightningModule):
-    """Linear regression on the labels in closed form. Clients upload sums, or each client its own solution."""
+    """Linear regression on the labels in closed form. Each client uploads sums, or the client's solution."""
 
     lightning_fcl_protocols = True
 

@@ -265,7 +265,7 @@ NAMES = {
     Freezes: "`net.1.training`",
     Lbfgs: "LBFGS",
 }
-"""For steps whose reason names an object: the name, which `details` of the reason contains."""
+"""Text in `details` of the expected reason, for steps whose reason names an attribute, a tensor or an optimizer."""
 
 
 @pytest.mark.may(

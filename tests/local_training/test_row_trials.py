@@ -427,7 +427,7 @@ def test_method_trial_leaves_no_changes(fit, monkeypatch):
 KINDS = [kind for kind in (getattr(library, name) for name in library.__all__) if isinstance(kind, type)]
 KINDS = {kind.__name__: kind for kind in KINDS if issubclass(kind, Method) and kind is not Method}
 OF_OTHER_TASKS = {"DyToxMethod", "FedWEIT", "IntrinsicPlasticity", "LVTMethod", "LoRM", "TARGET", "Unlearning"}
-"""Methods that need a special network. Their own tests compare vectorized and sequential training."""
+"""Methods that need a special network. The tests of these methods compare vectorized and sequential training."""
 
 
 @pytest.mark.parametrize("name", sorted(KINDS.keys() - OF_OTHER_TASKS))

@@ -18,7 +18,7 @@ def small(classes=6):
 
 
 def begun(tasks=3, adaptives=(0, 2, 2), threshold=1e-3):
-    """Return a network with some started tasks. Each task has a knowledge base, and its weights are changed."""
+    """Return a network with some started tasks, whose knowledge bases and weights differ from the initial values."""
     model = FedWEITNet(small(), 4, threshold=threshold)
     others = []
     for task in range(tasks):

@@ -170,7 +170,7 @@ class Wraps(Base):
 
 
 class MemoryBank(Base):
-    """Non-persistent buffers, one changed in place and one replaced."""
+    """Two non-persistent buffers. A step changes one buffer in place and replaces the other buffer."""
 
     def prepare(self):
         self.register_buffer("bank", torch.zeros(16, 8), persistent=False)

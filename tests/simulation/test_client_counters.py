@@ -375,7 +375,7 @@ def test_training_that_reads_number_of_batches_is_sequential(uploads, fit, base,
 
 
 def test_lambda_callback_with_step_hook_makes_training_sequential(fit, uploads):
-    """Hooks of a `LambdaCallback` are user code. Vectorized steps would pass them gradients of several clients."""
+    """Hooks of a `LambdaCallback` are user code. In vectorized steps, gradients belong to several clients."""
     made = LambdaCallback(on_after_backward=EndsGently().on_after_backward)
     assert fit(CountsInStep(), stream_of("ab"), [made]).strategy.num_vectorized_clients == 1
     assert (

@@ -95,7 +95,7 @@ def run(name):
 
 
 def summary(state):
-    """Return the mean of every tensor and five of its numbers."""
+    """Return the mean and five numbers of every tensor."""
     flat = {name: value.double().flatten() for name, value in state.items()}
     return {n: [float(v.mean()), *v[:: max(1, len(v) // 4)][:5].tolist()] for n, v in flat.items()}
 

@@ -42,7 +42,7 @@ def make_task(lr=0.1, **kwargs):
 
 
 def blocks_of(stream):
-    """Return for each class the classes of its task."""
+    """Return a dict that maps each class to the classes of its task."""
     blocks = [[*stream.plan.classes_of_task("0", task)] for task in range(3)]
     return {label: block for block in blocks for label in block}
 
