@@ -100,7 +100,8 @@ def test_validate_fields_checks_the_declared_range():
     with pytest.raises(TypeError, match=r"^Expected `steps` to be a whole number, but got 1\.5\. Leave it out"):
         validate_fields(Momentum(steps=1.5))
     with pytest.raises(
-        TypeError, match=r'^Expected `mu` to be a number, but got "much"\. Leave it out \(default of the class: 0\.9\)\.$'
+        TypeError,
+        match=r'^Expected `mu` to be a number, but got "much"\. Leave it out \(default of the class: 0\.9\)\.$',
     ):
         validate_fields(Momentum(mu="much"))
 

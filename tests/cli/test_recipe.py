@@ -284,7 +284,12 @@ WRONG = [
         "trainer.callbacks.memory_sze",
         "Did you mean memory_size?",
     ),
-    ("--model.optimizer.lr 1e-3x", InvalidTypeError, "model.optimizer.lr", "Leave it out (default of the class: 0.001)."),
+    (
+        "--model.optimizer.lr 1e-3x",
+        InvalidTypeError,
+        "model.optimizer.lr",
+        "Leave it out (default of the class: 0.001).",
+    ),
     ("--model lightning_fcl.Clasifier", UnknownNameError, "model", "Did you mean Classifier?"),
     ("--trainer.max_epochs many", InvalidTypeError, "trainer.max_epochs", "Leave it out."),
     ("--trainer.callbacks os.getcwd", InvalidTypeError, "trainer.callbacks", "Name a class in `class_path`."),
