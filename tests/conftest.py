@@ -50,26 +50,26 @@ lightning.fabric.utilities.registry.entry_points = functools.cache(lightning.fab
 
 
 def pytest_collection_finish():
-    """Exclude imported objects from garbage collection, so that each collection is faster."""
+    """Exclude the objects that imports created from garbage collection, so that each collection is faster."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_sessionfinish():
-    """Include imported objects in garbage collection again."""
+    """Include the objects that imports created in garbage collection again."""
     gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
 def _seeded(monkeypatch):
-    """Set the seed before each test, independent of other tests and of the shell."""
+    """Set the same seed before each test, independent of other tests and of environment variables."""
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
     torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")
 def brought():
-    """Return a function that finds all packages that pip installs for some requirements, by name.
+    """Return a function that finds all installed packages that some requirements need, by name.
 
     Packages of other platforms are excluded.
     """
@@ -84,7 +84,7 @@ def brought():
             seen.add((name, extra))
             try:
                 found[name] = package = distribution(name)
-            except PackageNotFoundError:  # a package of another platform
+            except PackageNotFoundError:  # The package is only for other platforms.
                 continue
             for one in map(Requirement, package.requires or []):
                 if one.marker is None or one.marker.evaluate({"extra": extra}):
@@ -151,7 +151,7 @@ KINDS = {
 
 
 def stream_words(scenario="class-incremental", partition=None, num_clients=None, **kwargs):
-    """Return the arguments of a stream from flat arguments of the stream, its scenario, its partition and its split."""
+    """Return the arguments of a stream. Flat arguments become the arguments of its scenario, partition and split."""
     if not isinstance(scenario, str):
         return {**kwargs, "scenario": scenario, "partition": KINDS[partition or "iid"](num_clients or 10)}
     kind = KINDS[scenario]
@@ -207,7 +207,7 @@ def small_recipe():
 
 @pytest.fixture(scope="session")
 def without_pages():
-    """Return a context manager in which runs write empty reports, because reports take longer than the runs."""
+    """Return a context manager in which runs write empty reports. Writing reports takes longer than these runs."""
     return lambda: patch(
         "lightning_fcl.evaluation.results.write_page", lambda folder, _: write_atomic(folder / "report.html", "")
     )
@@ -247,7 +247,7 @@ def fit(quiet):
 
 
 def reservoir_by_hand(reservoir, x, gain=None, bias=None):
-    """Return the net input, activation and state of each reservoir unit, computed step by step in NumPy.
+    """Return the net input, the activation and the state of all reservoir units, computed step by step in NumPy.
 
     The washout is not removed. All three arrays have the shape (batch, time, N_R). ``gain`` and ``bias`` have the
     shape (N_R,), or (batch, N_R) for a different value in each sequence.

@@ -1,4 +1,7 @@
-"""Table of hints in error messages: for each, a call that raises the error, and the changed arguments of the fix."""
+"""Table of hints in error messages.
+
+Each row has a call that raises the error, and the arguments that the fix changes.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -111,7 +114,7 @@ class Row:
 
 
 ROWS: dict[str, Row] = {}
-SECONDS = {  # rows that take 0.5 s or more
+SECONDS = {  # Rows that take at least 0.5 s.
     "callback GradientAccumulationScheduler",
     "image size of a vision transformer",
     "tasks of DyTox",
@@ -139,7 +142,7 @@ class SumsOnly(UploadTransform):
 
 
 class Halves(UploadTransform):
-    """An upload transform that halves the sums of a round."""
+    """An upload transform that halves the sums of a round on the server."""
 
     stage = Stage.NOISE
 
@@ -282,7 +285,7 @@ ROWS |= {
 
 
 class Plateau(Classifier):
-    """Uses `ReduceLROnPlateau`."""
+    """A classifier that uses `ReduceLROnPlateau`."""
 
     monitor, interval = "val/loss", "epoch"
 
@@ -302,7 +305,7 @@ def fit_plateau(lab, validation=0.0, **options):
 
 
 class ByHand(Classifier):
-    """Uses manual optimization."""
+    """A classifier that uses manual optimization."""
 
     schedule_options: Mapping[str, Any] = {}
     steps_itself = False
@@ -333,7 +336,7 @@ def fit_by_hand(lab, **options):
             rates.append((batch_idx, pl_module.optimizers().param_groups[0]["lr"]))
 
     fit_one_round(lab, task=task, callbacks=[Rates()])
-    # The schedule restarts for each client.
+    # The learning rate schedule restarts for each client.
     assert [rate for _, rate in rates] == [0.1 * 0.5**batch for batch, _ in rates]
 
 
@@ -381,7 +384,7 @@ def fit_states(lab, states, frozen=()):
 
 
 class Grows(Classifier):
-    """Gets a new output layer after the first round."""
+    """A module that gets a new output layer after the first round."""
 
     in_place = False
 
@@ -402,14 +405,14 @@ def fit_growing(lab, in_place):
 
 
 class Skips(Classifier):
-    """Skips all batches except the first one of a client."""
+    """A module that skips all batches of a client except the first one."""
 
     def on_train_batch_start(self, batch, batch_idx):
         return -1 if batch_idx else None
 
 
 class ZeroLoss(Classifier):
-    """Has a loss of zero for all batches except the first one of a client."""
+    """A module whose loss is zero for all batches of a client except the first one."""
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
@@ -417,7 +420,7 @@ class ZeroLoss(Classifier):
 
 
 class Counts(Classifier):
-    """Has a schedule that depends on the number of steps or of rounds."""
+    """A module whose learning rate schedule depends on the number of steps or of rounds."""
 
     by_round = False
 
@@ -445,7 +448,7 @@ class Returns(Classifier):
 
 
 class TwoByHand(Returns):
-    """Uses two optimizers with manual optimization."""
+    """A module that uses two optimizers with manual optimization."""
 
     def __init__(self):
         super().__init__(lambda task: [sgd(task.model[1].parameters()), sgd(task.model[3].parameters())])
@@ -463,7 +466,7 @@ def lbfgs(parameters):
 
 
 class Iterates(Classifier):
-    """Has a training step that receives the loader instead of a batch."""
+    """A module whose training step receives the data loader iterator instead of a batch."""
 
     def training_step(self, dataloader_iter):
         return super().training_step(next(dataloader_iter), 0)
@@ -781,7 +784,7 @@ def pad_batch(items):
 
 
 class Moves(L.LightningDataModule):
-    """A data module without hooks for batches. Optionally, it changes the samples in the data set."""
+    """A data module without batch transfer hooks. Optionally, it changes the samples in the data set."""
 
     def __init__(self, in_dataset=False):
         super().__init__()
@@ -798,7 +801,7 @@ class Moves(L.LightningDataModule):
 
 
 class MovesBatches(Moves):
-    """Changes batches in `on_after_batch_transfer`."""
+    """A data module that changes batches in `on_after_batch_transfer`."""
 
     def on_after_batch_transfer(self, batch, dataloader_idx):
         return [batch[0] + 1, batch[1]]
@@ -1145,7 +1148,7 @@ def fit_with(lab, method, options=None, stream=None, **arguments):
 
 
 class Numbers(nn.Module):
-    """Converts the input to floating point."""
+    """A module that converts the input to floating point."""
 
     def forward(self, x):
         return x.float()
@@ -1233,14 +1236,14 @@ def fit_reservoir(lab, split=None, callbacks=(), stream=None, task=None, rounds=
 
 
 class Steps(ReservoirClassifier):
-    """Overrides `training_step`."""
+    """A task that overrides `training_step`."""
 
     def training_step(self, batch, batch_idx):
         return super().training_step(batch, batch_idx)
 
 
 class Pairs(ReservoirClassifier):
-    """Overrides `readout_pairs`."""
+    """A task that overrides `readout_pairs`."""
 
     def readout_pairs(self, x, y):
         return super().readout_pairs(x * 2, y)
@@ -1579,7 +1582,7 @@ ROWS |= {
 
 
 class Logs(L.LightningModule):
-    """Returns one number per sample, and may log a metric in `test_step`."""
+    """A module that returns one number per sample. It may log a metric in `test_step`."""
 
     def __init__(self, logs):
         super().__init__()
@@ -1600,13 +1603,13 @@ class Logs(L.LightningModule):
 
 
 class NoStep(Logs):
-    """Has no `test_step`."""
+    """A module without `test_step`."""
 
     test_step = L.LightningModule.test_step
 
 
 class Branches(Classifier):
-    """Branches on the value of the loss in its training step."""
+    """A module whose training step contains a branch on the value of the loss."""
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
@@ -1913,7 +1916,7 @@ def fit_lists(lab, collate_fn=None, callbacks=()):
 
 
 class Late(Classifier):
-    """Registers a buffer in its training step, or in its constructor."""
+    """A module that registers a buffer in its training step, or in its constructor."""
 
     def __init__(self, early):
         super().__init__(MLP([6, 5, 4]), 4, sgd)

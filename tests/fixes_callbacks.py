@@ -1,4 +1,4 @@
-"""Checks that the fixes in the error messages of callbacks work."""
+"""Table of hints in the error messages of callbacks."""
 
 from types import SimpleNamespace
 
@@ -51,7 +51,7 @@ def fit_in_order(lab, callbacks):
 
 
 class LogsMetric(L.LightningModule):
-    """Logs a metric that is, or is not, an attribute of the module."""
+    """A module that logs a metric. With `is_attribute`, the metric is an attribute of the module."""
 
     def __init__(self, is_attribute):
         super().__init__()

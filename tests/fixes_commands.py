@@ -1,4 +1,4 @@
-"""Fixes in error messages about commands, results, tables and files."""
+"""Table of hints in error messages about commands, results, tables and files."""
 
 import json
 import shutil
@@ -31,11 +31,11 @@ from lightning_fcl.zoo.model_entry import WEIGHTS
 ROWS: dict[str, Row] = {}
 
 
-# Rows of commands
+# Rows about commands
 
 
 def print_to(lab, file):
-    """Print to a file."""
+    """Print a line to a file, as a command does."""
     if not Path("/dev/full").exists():
         pytest.skip("this system has no device that is always full")
     with open(lab.folder / file, "w") as output, redirect_stdout(output):
@@ -44,13 +44,13 @@ def print_to(lab, file):
 
 
 def tune_patiently(lab, **options):
-    """Search with a limit of two failures at the start."""
+    """Run a search that stops if its first two trials fail."""
     lab.env.setattr("lightning_fcl.cli.tune._PATIENCE", 2)
     tune(lab, **options)
 
 
 def fit_reservoir(lab, callbacks):
-    """Fit a reservoir on the rows of digits, and draw the densities of its activations."""
+    """Fit a reservoir on digits whose rows are the time steps, and draw the densities of its activations."""
     digits = load_dataset("digits")
     rows = ArrayDataset(digits.x[:100].reshape(100, 8, 8), digits.y[:100], None, digits.classes, None, None)
     lab.env.setattr("lightning_fcl.data.samples.load_dataset", lambda name, root: rows)
@@ -109,7 +109,7 @@ ROWS |= {
 }
 
 
-# Rows of results
+# Rows about results
 
 
 def table_deleted(lab, delete):
@@ -145,7 +145,7 @@ ROWS |= {
 }
 
 
-# Rows of tables
+# Rows about tables
 
 
 def parquet_of(lab, damage=None):
@@ -190,7 +190,7 @@ ROWS |= {
 }
 
 
-# Rows of checkpoints
+# Rows about checkpoints
 
 
 def load_alone(lab, name):
@@ -202,7 +202,10 @@ def load_alone(lab, name):
 
 
 def newest_of(lab, damage, train=False):
-    """Return the newest checkpoint of a run with damaged checkpoints, or of the same recipe trained again."""
+    """Return the newest checkpoint of a run.
+
+    By default, a checkpoint of the copied run is damaged with `damage`. With `train`, the recipe is trained again.
+    """
     if train:
         command(lab, "fit --config run/config.yaml --out again")
         return get_run_checkpoint(lab.folder / "again")
@@ -224,7 +227,7 @@ ROWS |= {
 }
 
 
-# Rows of files
+# Rows about files
 
 
 def limited_bytes(lab, limit):
@@ -245,7 +248,7 @@ def read_comment(lab, size):
 
 
 def weights_of(lab):
-    """Check the weights of the copied model. The first call deletes the weights."""
+    """Check the digest of the weights of the copied model. The first call deletes the weights."""
     path = lab.entry() / WEIGHTS
     if not hasattr(lab, "digest"):
         lab.digest = sha256(path)
@@ -314,4 +317,4 @@ ROWS |= {
 }
 
 SECONDS = {fit_reservoir, newest_of, tune_patiently}
-"""Functions that take at least half a second."""
+"""Functions that take at least 0.5 s."""

@@ -1,4 +1,4 @@
-"""Table of hints in the error messages of data."""
+"""Table of hints in error messages about data."""
 
 from pathlib import Path
 

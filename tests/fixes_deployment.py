@@ -1,4 +1,4 @@
-"""Rows of calls that test the hints of error messages about deployments, recipes and published models."""
+"""Table of hints in error messages about deployments, recipes and published models."""
 
 import http.server
 import io
@@ -46,7 +46,7 @@ ROWS: dict[str, Row] = {}
 
 
 class Dateless(http.server.BaseHTTPRequestHandler):
-    """A program that answers requests without a date."""
+    """A server that answers requests without a `Date` header."""
 
     def do_GET(self):
         self.send_response_only(200)
@@ -63,7 +63,10 @@ def closed_port():
 
 
 def compare_clocks(lab, at):
-    """Compare the clock with a server's clock. ``at`` is an address, or names a server that this function starts."""
+    """Compare the local clock with the clock of a server.
+
+    ``at`` is an address, or the name of a server that this function starts.
+    """
     if at == "dateless":
         with http.server.HTTPServer(("127.0.0.1", 0), Dateless) as server:
             threading.Thread(target=server.handle_request, daemon=True).start()
@@ -83,7 +86,7 @@ def check_size(lab, limit):
 
 
 def take_targets(lab, server, node, classes=None):
-    """Read a client's targets on a node, for a server whose targets are classes or numbers."""
+    """Read a client's targets on a node. The targets of the server are classes or numbers."""
     x, columns = np.zeros((4, 1), np.float32), {"target": ["y"], "features": ["a"]}
     outline = make_outline(set_up(FederatedStream.from_arrays(x, server, ["a"] * 4, scenario=Stationary())), "a")
     file = written(lab, "a.csv", "\n".join(["a,y", *(f"0,{value}" for value in node)]))
@@ -97,7 +100,7 @@ def set_up(stream):
 
 
 def take_parts(lab, parts):
-    """Give a server samples with these values of `part`."""
+    """Give a server samples whose column `part` has these values."""
     path = lab.folder / "server.npz"
     np.savez(path, x=np.zeros((4, 6), np.float32), y=np.array(["a", "b"] * 2), part=np.array(parts))
     set_server_data(FederatedStream(scenario=Stationary()), read_data(path, for_server=True), ["a"])
@@ -139,14 +142,14 @@ def loads(lab, pairs):
 
 
 def split_modules(lab, pairs=False, **loading):
-    """Write the samples of data modules to files."""
+    """Write the samples of two clients' data modules to files."""
     name, arguments = loads(lab, pairs)
     data = {client: resolve_name(name)(**arguments) for client in "ab"}
     return write_split(FederatedStream(data, Stationary(), **loading), lab.folder / "shares")
 
 
 def share_pairs(lab, module):
-    """Give a node samples that consist of two tensors, by a data module or by a file."""
+    """Give a node samples that consist of two tensors. The source is a data module or a file."""
     if not module:
         return split_modules(lab, True, batch_size=4, shuffle=True, drop_last=False)
     data = read_data(DataSource(*loads(lab, True)[:1], init_args={"pairs": True}))
@@ -155,7 +158,7 @@ def share_pairs(lab, module):
 
 
 def train_method(lab, deployed):
-    """Train a method that only a simulation supports."""
+    """Train with a method that only a simulation supports."""
     if deployed:
         check_deployable(Participation(), Pipeline(), [callbacks.FedCBDR()])
     else:
@@ -163,14 +166,14 @@ def train_method(lab, deployed):
 
 
 class Sums(UploadTransform):
-    """A transform with which the server only sees sums."""
+    """An upload transform with which the server receives only sums."""
 
     stage = Stage.MASK
     sums_only = True
 
 
 def mask_uploads(lab, deployed):
-    """Use a transform with which the server only sees sums, in a deployment or in a simulation."""
+    """Use an upload transform with which the server receives only sums, in a deployment or in a simulation."""
     pipeline = Pipeline([Sums()])
     if deployed:
         check_deployable(Participation(), pipeline, [])
@@ -256,14 +259,14 @@ ROWS |= {
 
 
 def listed_name(lab, words):
-    """Return the first word of the output of a command."""
+    """Return the first word that a command prints."""
     with redirect_stdout(io.StringIO()) as printed:
         command(lab, words)
     return printed.getvalue().split()[0]
 
 
 def import_model(lab, text):
-    """Read a recipe with a model of a user-defined module."""
+    """Read a recipe whose model is in a user-defined module."""
     written(lab, "fixes_own_module.py", text)
     lab.env.syspath_prepend(str(lab.folder))
     return recipe(lab, "--model fixes_own_module.Mine")
@@ -274,19 +277,19 @@ def quickstart_model():
 
 
 def follow_file(lab, content):
-    """Read a recipe that refers to another file for the model."""
+    """Read a recipe that names another file for the model."""
     written(lab, "model.yaml", content)
     return recipe(lab, files=["model: model.yaml"])
 
 
 def name_file(lab, name):
-    """Read a recipe that is in another folder than its model."""
+    """Read a recipe in the folder `recipes` with a model file in the folder `models`."""
     written(lab, "models/model.yaml", quickstart_model())
     return recipe(lab, f"--config {written(lab, 'recipes/r.yaml', {'model': name})}")
 
 
 def fit_alone(lab, name):
-    """Fit a recipe for one round, or a settings file without a recipe."""
+    """Fit for one round. `name` is a recipe, or a settings file without a recipe."""
     written(lab, "settings.yaml", {"trainer": {"enable_progress_bar": False, "max_epochs": 1}})
     command(lab, f"fit {name} --config settings.yaml --data.partition IID --data.partition.num_clients 2 --out out")
 
@@ -361,4 +364,4 @@ ROWS |= {
 }
 
 SECONDS = {train_method, fit_alone}
-"""Calls that take half a second or more."""
+"""Functions that take at least 0.5 s."""

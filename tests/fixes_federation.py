@@ -30,7 +30,7 @@ SECONDS: set[str] = {
 
 
 class Extra(nn.Module):
-    """Stores a number in a buffer."""
+    """A module that stores a number in a buffer."""
 
     def __init__(self):
         super().__init__()
@@ -39,7 +39,7 @@ class Extra(nn.Module):
 
 
 class ExtraState(Extra):
-    """Stores a number as extra state."""
+    """A module that stores a number as extra state."""
 
     def get_extra_state(self):
         return 3

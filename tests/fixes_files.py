@@ -105,7 +105,7 @@ def command(lab, words, prepare=None):
         prepare(lab)
     try:
         main(shlex.split(words))
-    except SystemExit as end:  # an option such as --help ends the program
+    except SystemExit as end:  # Options such as --help end the program.
         assert end.code == 0
 
 
@@ -116,7 +116,7 @@ def written(lab, name, content):
     return path
 
 
-# Rows of commands
+# Rows about commands
 
 
 def with_run(lab):
@@ -149,7 +149,7 @@ def search_among(lab, file):
 
 
 def tune(lab, sizes, words=""):
-    """Run a search over the layer sizes of a network. A trial with a wrong size fails in training."""
+    """Search the layer sizes of a network. A trial with wrong layer sizes fails in training."""
     small = {"max_epochs": 1, "enable_progress_bar": False}
     partition = {"init_args": {"num_clients": 2}}
     written(lab, "tiny.yaml", {"trainer": small, "data": {"partition": partition, "split": {"validation": 0.3}}})
@@ -165,7 +165,7 @@ def tune(lab, sizes, words=""):
 
 
 def changed_search(lab, units, words=""):
-    """Run a search with a different space in the folder of an earlier search."""
+    """Run a search in the folder of an earlier search with a different search space."""
     if not (lab.folder / "out").exists():
         tune(lab, [[64, 8, 10]])
     tune(lab, [[64, units, 10]], words)
@@ -183,7 +183,7 @@ def work(job):
 
 
 def run_twice(lab, workers):
-    """Run two jobs whose worker processes are killed in the first attempt."""
+    """Run two jobs. Their worker processes are killed in the first attempt."""
     written(lab, "killed_once.py", WORKER)
     lab.env.syspath_prepend(str(lab.folder))
     jobs = [Job(str(number), Recipe(), number, lab.folder / "killed") for number in range(2)]
@@ -404,7 +404,7 @@ ROWS |= {
 }
 
 
-# Rows of recipes
+# Rows about recipes
 
 
 def recipe(lab, words="", files=()):
@@ -445,7 +445,7 @@ def module_of_a_folder(lab, folder):
 
 
 def fit_words(lab, words, prepare=None):
-    """Fit the quickstart for one round."""
+    """Fit the quickstart recipe for one round, with additional arguments."""
     command(lab, f"fit quickstart {SMALL} --out out {words}", prepare)
 
 
@@ -723,7 +723,7 @@ ROWS |= {
 }
 
 
-# Rows of results
+# Rows about results
 
 
 def results_of(lab):
@@ -839,7 +839,7 @@ ROWS |= {
 }
 
 
-# Rows of devices
+# Rows about devices
 
 
 class Wrong(nn.Module):
@@ -885,7 +885,7 @@ ROWS |= {
 }
 
 
-# Rows of files
+# Rows about files
 
 
 CONTENT = bytes(range(256)) * 20
@@ -936,7 +936,7 @@ def download_on(lab, limit):
 
 
 def archive(lab, before=lambda lab: None):
-    """Make a data source whose archive is on a server. Its first call may run ``before``."""
+    """Return a data source whose archive is on a server. The first call ends with ``before``."""
     if not hasattr(lab, "source"):
         written(lab, "packed/original/train.csv", "1,0")
         (lab.folder / "server").mkdir()
@@ -1150,7 +1150,7 @@ ROWS |= {
 }
 
 
-# Rows of the zoo
+# Rows about the zoo
 
 
 def in_zoo(lab, name=NAME, **settings):
@@ -1396,7 +1396,7 @@ ROWS |= {
 }
 
 
-# Rows of deployments
+# Rows about deployments
 
 
 def stream_of(share=0.2, scenario=None, clients=2, **words):
@@ -1423,7 +1423,7 @@ def own_data(lab, name):
 
 
 def serve_data(lab, scenario=None, data=True):
-    """Set test data of the server, or use the stream without them."""
+    """Set test data of the server. With ``data=False``, use the test samples of the stream instead."""
     stream = stream_of(scenario=scenario)
     np.savez(lab.folder / "a.npz", x=np.zeros((4, 6), np.float32), y=np.array(["a", "b", "c", "d"]))
     if data:
@@ -1582,7 +1582,7 @@ ROWS |= {
 }
 
 
-# Rows of tables and targets
+# Rows about tables and targets
 
 
 def read_cells(lab, text="a,b,y\n1,2,p\n", name="t.csv", target="y", features=("a", "b"), **scale):
@@ -1722,4 +1722,4 @@ def version():
 
 SECONDS = {command, export, publish_run, fit_callbacks, fit_clients, fit_clock, fit_words, recipe}
 SECONDS |= {run_twice, table_of, table_rows, tune, changed_search}
-"""Calls that take 0.5 s or more."""
+"""Functions that take at least 0.5 s."""

@@ -1,4 +1,4 @@
-"""Table of hints in the error messages of checkpoints, stored states and several processes."""
+"""Table of hints in error messages about checkpoints, stored states and several processes."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -32,7 +32,7 @@ SECONDS: set[str] = set()
 
 
 def call_together(calls):
-    """Call functions in parallel, each with the ranks object of one process."""
+    """Call functions in parallel. Each function gets the ranks object of a different process."""
     store = HashStore()
     with ThreadPoolExecutor(len(calls)) as pool:
         running = [
@@ -134,7 +134,7 @@ def fit_until(lab, rounds):
 
 
 class Prepared(Classifier):
-    """Fails before the first round, so that no trial can run."""
+    """A module that fails before the first round, so that no trial can run."""
 
     def on_train_epoch_start(self):
         self.scale = 1.0

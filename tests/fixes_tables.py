@@ -1,4 +1,4 @@
-"""All tables of hints: rows by name, and the names or calls of rows that take 0.5 s or more."""
+"""All tables of hints: the rows by name, and the names or functions of rows that take at least 0.5 s."""
 
 import fixes
 import fixes_callbacks

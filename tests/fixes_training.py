@@ -28,7 +28,7 @@ SECONDS: set[str] = set()
 
 
 class Samples(Classifier):
-    """Sets per-sample gradients in `grad_sample`."""
+    """A module that stores per-sample gradients in `grad_sample`."""
 
     def on_after_backward(self):
         for parameter in self.parameters():
@@ -65,7 +65,7 @@ class OtherParameters(Plain):
 
 
 class SingleSamples(Classifier):
-    """Fails before the first round, so that no trial can run."""
+    """A module that fails before the first round, so that no trial can run."""
 
     def training_step(self, batch, batch_idx):
         if self.trainer.strategy.current_round is None:
@@ -126,7 +126,7 @@ def learn_two_tasks(lab, epochs):
 
 
 class Scales(nn.Module):
-    """Has a parameter, but no linear layer."""
+    """A network with a parameter and without a linear layer."""
 
     def __init__(self):
         super().__init__()
@@ -145,7 +145,7 @@ def flip_image(x):
 
 
 def forget(lab, requests):
-    """Fit with unlearning requests. Client 1 only has classes of the second experience."""
+    """Fit with unlearning requests. Client 1 has only classes of the second experience."""
     y = torch.arange(48) % 4
     stream = FederatedStream.from_arrays(
         torch.randn(48, 9, 3), y, y // 2, scenario=ClassIncremental(2, class_order=[0, 1, 2, 3]), split=Split(test=0.0)

@@ -1,4 +1,7 @@
-"""Static analysis that finds the hint texts of a package: each `hint=` of a call, also through names and functions."""
+"""Static analysis that finds the texts of hints in a package.
+
+A hint is the argument `hint=` of a call. The analysis also finds texts behind names and functions.
+"""
 
 import ast
 import itertools
@@ -6,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-HOLE = "\0"  # placeholder for a value that is known only at run time
+HOLE = "\0"  # Placeholder for a value that is known only at run time.
 MOST = 64  # maximum number of texts of one hint
 # For functions whose text depends on a value: the constant part of the text.
 GENERAL = {"did_you_mean": f"Did you mean {HOLE}?", "explain": HOLE}
@@ -32,7 +35,7 @@ class Site:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Parts of the text between the values."""
+        """Constant parts of the text, between the values."""
         return tuple(part for part in map(str.strip, self.text.split(HOLE)) if part)
 
 
@@ -121,7 +124,7 @@ class Package:
             case ast.FormattedValue(value=ast.Constant() | ast.IfExp() as part):
                 return again(part)
             case ast.FormattedValue(value=ast.Name(id=name)):
-                return self.named(name, module, (), seen)  # a constant of the module
+                return self.named(name, module, (), seen)  # The name is a constant of the module.
             case ast.BinOp(left=left, op=ast.Add(), right=right):
                 return joined([again(left), again(right)])
             case ast.IfExp(body=body, orelse=orelse):

@@ -1,4 +1,4 @@
-"""Every public argument that is a number rejects strings, NaN and booleans. Integers also reject floats."""
+"""Tests that every public number argument rejects strings, NaN and booleans. Integer arguments also reject floats."""
 
 import inspect
 import math
@@ -210,7 +210,7 @@ def test_check_arguments_keeps_signature_and_error_of_a_wrong_call():
 
 def test_annotations_of_users_classes_check_only_numbers():
     class Mine(callbacks.FedProx):
-        # The default is a class although the annotation is not.
+        # The annotation is not a class, but the default is a class.
         kind: nn.Module = nn.Linear  # type: ignore[assignment]
 
     assert Mine(mu=0.5).kind is nn.Linear

@@ -1,4 +1,4 @@
-"""Documentation pages: their code runs, their tables match the tests, and the index lists all pages."""
+"""Tests of documentation pages: their code runs, their tables match the tests, and the index lists all pages."""
 
 import ast
 import inspect
@@ -72,7 +72,7 @@ def test_code_blocks_of_page_run(path: Path, tmp_path: Path, monkeypatch: pytest
             for line in code.splitlines():
                 try:
                     main(shlex.split(line, comments=True)[1:])
-                except SystemExit as end:  # raised by --help
+                except SystemExit as end:  # The option --help raises SystemExit.
                     assert not end.code, line
 
 
@@ -101,7 +101,7 @@ def test_readme_methods_beat_fine_tuning(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_index_links_every_page():
-    """Links in the text work on GitHub too. The build of the site checks that the menu has each page."""
+    """The links of the index also work on GitHub. The build of the site checks that the menu contains each page."""
     text = (FOLDER / "index.md").read_text()
     elsewhere = {"papers": "../recipes/README.md"}  # The index links to this list of papers.
     named = {"security": "../SECURITY.md", "changelog": "../CHANGELOG.md"}

@@ -1,4 +1,4 @@
-"""Static check: only lightning_fcl/library_errors.py makes decisions by the text of an error (see error_text.py)."""
+"""Static check that only lightning_fcl/library_errors.py makes decisions by the text of errors (see error_text.py)."""
 
 import importlib.util
 import sys

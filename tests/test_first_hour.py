@@ -1,4 +1,4 @@
-"""The first steps of a new user, with the package installed from its wheel."""
+"""Tests of the first steps of a new user. The package is installed from its wheel."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Coverage of hints: each hint of an error has a row in the tables of fixes, or another test that provokes it."""
+"""Tests that each hint of an error has a row in the tables of fixes, or another test that raises the error."""
 
 import re
 from collections import defaultdict
@@ -10,7 +10,7 @@ from hint_texts import HOLE, Package, read_package
 
 ROOT = Path(__file__).parents[1]
 
-# Tests that provoke an error with fixtures that a row does not have, and try its fix. Keys are parts of the hints.
+# Tests that raise an error and try its fix. They use fixtures that rows do not have. Keys are parts of the hints.
 TRIED_ELSEWHERE: dict[str, list[str]] = {
     "convert it to numbers, text, tensors, or lists and dicts of them.": [
         "tests/simulation/test_tensor_subclasses.py::test_unreadable_callback_state_raises_by_the_first_round",
@@ -74,7 +74,8 @@ TRIED_ELSEWHERE: dict[str, list[str]] = {
     ],
 }
 
-# Hints whose whole text comes from a table or a value. Keys are file and function; values name a test or row.
+# Hints whose whole text comes from a table or a value. Keys are the file and the function. Values are a test or a
+# row.
 PASSED_ON: dict[str, str] = {
     "data/adapters.py to_dataset": "tests/fixes.py, list of samples",
     "models/serialization.py validate_arguments": "tests/fixes_models.py, arguments of a network in a file",
@@ -89,7 +90,7 @@ PASSED_ON: dict[str, str] = {
     "runs/diagnosis.py _check_value": "tests/fixes_files.py, number of epochs that is text",
 }
 
-# Hints that no test can provoke, each with the reason.
+# Hints that no test can raise, each with the reason.
 UNTRIED: dict[str, str] = {
     "Install the version of lightning-fcl that the entry was made with.": "needs another version of the package",
     'Install a supported version: pip install "lightning-fcl[flower]".': "needs another version of Flower",

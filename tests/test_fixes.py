@@ -1,4 +1,4 @@
-"""Hints of error messages: each row raises its error, applies the fix, and then runs without an error."""
+"""Tests of hints in error messages: each row raises its error, and runs without an error after the fix."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Hints about files, commands and deployments: each row raises its error, applies the fix, and then runs."""
+"""Tests of hints about files, commands and deployments: each row raises its error, and runs after the fix."""
 
 import shlex
 import shutil
@@ -30,17 +30,17 @@ def lab(request, tmp_path, monkeypatch, serve_folder, full_disk, quiet, without_
         monkeypatch.delenv(name, raising=False)
 
     def run(name="run"):
-        """Copy the finished run, and return its folder."""
+        """Copy the finished run unless the copy exists, and return the folder of the copy."""
         if not (tmp_path / name).exists():
             shutil.copytree(request.getfixturevalue("finished"), tmp_path / name)
         return tmp_path / name
 
     def checkpoint(name="run"):
-        """Return the checkpoint of the copy."""
+        """Return the path of the first checkpoint in the copied run."""
         return min((run(name) / "checkpoints").glob("*.ckpt"))
 
     def entry(folder="zoo"):
-        """Copy a published model to a separate zoo, and return its folder."""
+        """Copy a published model to a separate zoo unless the copy exists, and return the folder of the copy."""
         if not (tmp_path / folder / NAME).exists():
             copy_to_registry(package_folder() / NAME, tmp_path / folder)
         return tmp_path / folder / NAME

@@ -1,4 +1,4 @@
-"""Modules of the package have no import cycles, including imports for annotations."""
+"""Tests that modules of the package have no import cycles, including imports for annotations."""
 
 import ast
 from pathlib import Path

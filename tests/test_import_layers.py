@@ -1,4 +1,4 @@
-"""Structure of the package: no import cycles, and a docstring in each subpackage that defines its scope."""
+"""Tests of the structure of the package: no import cycles, and a docstring about the scope of each subpackage."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PACKAGE = Path(lightning_fcl.__file__).parent
 
 
 def test_modules_import_each_other_without_cycles():
-    """Imports inside of functions count, too."""
+    """Imports inside functions count too."""
     graph = grimp.build_graph("lightning_fcl", exclude_type_checking_imports=True, cache_dir=None)
     imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
     assert len(imports) > 90

@@ -1,4 +1,4 @@
-"""Models, tasks, methods and the server work with only the core dependencies."""
+"""Tests that models, tasks, methods and the server work with only the core dependencies."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_optional_packages_are_imported_in_functions_after_a_check():
     }
     known |= {"lightning_fcl", *sys.stdlib_module_names}
     amiss = []
-    # Their callers require these packages first.
+    # The callers of these modules check for the optional packages first.
     drawing = ("charts.py", "report.py", "comparison.py", "leaderboard.py", "paper_figures.py")
     for path in folder.rglob("*.py"):
         if path.parent.name in ("cli", "runs") or path.name in drawing:

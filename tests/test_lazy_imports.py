@@ -1,4 +1,4 @@
-"""Modules that importing the package loads, the public names, and the registration of the strategy."""
+"""Tests of the modules that importing the package loads, of the public names, and of the registered strategy."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_help_is_fast_and_loads_neither_torch_nor_lightning():
     code += "except SystemExit: print(time.process_time(), sorted({'torch', 'lightning'} & set(sys.modules)))"
     ended = [python(code).splitlines()[-1].split(" ", 1) for _ in range(3)]
     assert {loaded for _, loaded in ended} == {"[]"}
-    assert min(float(took) for took, _ in ended) < 0.5  # since the start of the process
+    assert min(float(took) for took, _ in ended) < 0.5  # The time is measured from the start of the process.
 
 
 def stub_names(package: str) -> set[str]:

@@ -1,4 +1,4 @@
-"""Errors that the installed versions of torch and Lightning raise match their patterns in the table."""
+"""Tests that errors of the installed torch and Lightning match their patterns in the table."""
 
 import mmap
 import os

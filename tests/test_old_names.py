@@ -1,4 +1,4 @@
-"""Names that `docs/renames.csv` lists as replaced: code, recipes, pages and results do not use them."""
+"""Tests that code, recipes, pages and results do not use the replaced names in `docs/renames.csv`."""
 
 import ast
 import csv
@@ -111,7 +111,7 @@ def test_modules_do_not_define_replaced_functions_and_classes(sources):
         if row["kind"] in ("function", "class") and row["where"].endswith(":"):
             modules[present_path(row["where"].rstrip(":"))].add(row["old"])
     files = {str(file) for file, _ in sources}
-    assert len(modules.keys() & files) > 100  # Without translated paths, the test would find nothing.
+    assert len(modules.keys() & files) > 100  # If no path were translated, the test would find nothing.
     found = []
     for file, tree in sources:
         names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}

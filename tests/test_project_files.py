@@ -1,4 +1,4 @@
-"""Files for citation, issues, pull requests, CI and releases."""
+"""Tests of files for citation, issues, pull requests, CI and releases."""
 
 import re
 import shlex

@@ -1,4 +1,4 @@
-"""`raises` fails if one attribute of an error differs."""
+"""Tests that `raises` fails if one attribute of an error differs."""
 
 import pytest
 from raising import raises

@@ -1,4 +1,4 @@
-"""Random seeds that are derived from keys: they seed every generator, and depend on every part of a key."""
+"""Tests of random seeds that are derived from keys. The seeds depend on every part of a key."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""The built documentation: it loads nothing from other hosts, and its internal links are valid."""
+"""Tests of the built documentation: it loads nothing from other hosts, and its internal links are valid."""
 
 import importlib.util
 import subprocess

@@ -1,4 +1,4 @@
-"""Names from files and messages: a name leads to a path inside its folder, or raises an error."""
+"""Tests of names from files and messages. A name leads to a path inside its folder, or raises an error."""
 
 import hashlib
 import re

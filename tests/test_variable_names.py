@@ -1,4 +1,4 @@
-"""Static check: no variable or argument is named only by a pronoun, preposition, adverb or participle."""
+"""Static check that no variable or argument is named only by a pronoun, preposition, adverb or participle."""
 
 import ast
 from collections.abc import Iterator
@@ -30,7 +30,8 @@ told tried used waiting written of
 WORDS = frozenset(f"{PRONOUNS} {PREPOSITIONS} {PARTICIPLES}".split())
 # Names that an external interface requires: path, function and name.
 GIVEN = {
-    ("lightning_fcl/simulation/multiprocess.py", "reduce_boolean_decision", "all"),  # Strategy of Lightning
+    # The strategy class of Lightning requires this name.
+    ("lightning_fcl/simulation/multiprocess.py", "reduce_boolean_decision", "all"),
 }
 
 

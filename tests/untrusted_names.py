@@ -48,7 +48,7 @@ EVIL = (*TEXTS, *STRANGE)
 WRITTEN = [name for name in TEXTS if not any("\ud800" <= sign <= "\udfff" for sign in name)]
 FILES = [*WRITTEN, "model.safetensors ", "Model.safetensors", "files.txt", "registry.txt", "weights.pkl", ".lock"]
 NO_DIGESTS = ["", "0" * 63, "0" * 65, "A" * 64, "g" * 64, "\uff10" * 64, "0" * 64 + "\n", "../" + "0" * 61, "0" * 64]
-NAME = "mlp.digits.flwf2t_replay"  # the entry that tests change
+NAME = "mlp.digits.flwf2t_replay"  # Name of the zoo entry that tests change.
 
 
 def _digest_of(name: str) -> Callable[[str, str], str]:
@@ -81,7 +81,10 @@ DOORS: dict[str, tuple[str, Callable[[str, str], str], list[str]]] = {
         ["null", "[]", "3", '"x"', "{}", '{"x": "\\ud800"}', "[" * 100_000, "{"],
     ),
 }
-"""For each manipulation: the changed file, the function that changes its text, and invalid values. All must raise."""
+"""For each manipulation: the changed file, the function that changes its text, and invalid values.
+
+Each value must raise an error.
+"""
 
 
 def _digest(text: str, name: str) -> str:
@@ -94,7 +97,7 @@ def hashed(data: bytes) -> str:
 
 
 def evil_zoo(zoo: Path, door: str, value: str) -> None:
-    """Change one place in a zoo of one entry, and update all digests so that they match."""
+    """Change one place in a zoo with a single entry. Update all digests, so that only the change is invalid."""
     name, change, _ = DOORS[door]
     path = zoo / name if name == "registry.txt" else zoo / NAME / name
     path.write_text(change(path.read_text(encoding="utf-8"), value), encoding="utf-8")

@@ -22,7 +22,7 @@ def suite(monkeypatch):
 
 
 def trained(workload, engine, rounds, folder):
-    """Train a workload with an engine, and return the server's last state and the marks."""
+    """Train a workload with an engine. Return the last state of the server and the measured marks."""
     from safetensors.torch import load_file
     from suite.marks import Marks
 
@@ -88,7 +88,7 @@ def test_cpu_seconds_and_memory_include_child_processes():
         assert 1 < memory(process.pid) <= high_water(process.pid)
     finally:
         process.communicate(b"\n")
-    # The processor time of a child still counts after the child has ended.
+    # The processor time of a child process is still part of the sum after the child has ended.
     assert memory(process.pid) == 0 and cpu_seconds(os.getpid()) - before > 0.25
 
 

@@ -1,4 +1,4 @@
-"""Tests of the base session: central training against a hand-written loop, freezing, caching, resuming and testing."""
+"""Tests of the base session: training equals a hand-written loop. Freezing, caching, resuming and testing work."""
 
 import copy
 import math
@@ -76,7 +76,10 @@ QUICK = {"pretrain_epochs": 1, "epochs": 1, "augment": False, "batch_size": 8, "
 
 @pytest.fixture
 def run(fit):
-    """Return a function that fits a small network and returns the task, and its state before the first round."""
+    """Return a function that fits a small network.
+
+    It returns the task and the state of the task before the first round.
+    """
 
     def go(session=(), others=(), task=None, stream=None, reductions=HEAD, **kwargs):
         task, start = task or make_net(), Start()
@@ -203,7 +206,7 @@ def test_base_session_cache_gives_bitwise_same_state(run, tmp_path):
         same(other, state)
     for task in (second, plain):
         same(snapshot(task), snapshot(first))
-    # These settings only change steps after the cached training.
+    # The cached training does not depend on these settings, so the cache still has one file.
     run({"cache_dir": str(folder), "precompute_latents": True, "backbone": "int8"})
     assert files(folder) == {path.name}
     kept = load_file(path)
@@ -354,7 +357,7 @@ def test_mirrored_and_shifted_flips_and_shifts_images():
             ]
             assert found
             seen.add(found[0])
-    # There are 162 possible results.
+    # The random crops and flips have 162 possible results.
     assert len(seen) > 100
 
 

@@ -1,4 +1,4 @@
-"""Tests of the record of `ContinualMetrics` against evaluations by hand."""
+"""Tests that the record of `ContinualMetrics` equals evaluations in hand-written code."""
 
 import copy
 
@@ -20,7 +20,7 @@ from lightning_fcl.methods.method import Method
 
 
 def counts(task, stream, groups):
-    """Return the number of correct test predictions of each group."""
+    """Return the number of correct predictions on the test samples of each group."""
     x, y = stream.get_samples(stream.plan.test)
     with torch.no_grad():
         correct = (task(x).argmax(1) == y).numpy()
@@ -286,7 +286,7 @@ def test_evaluate_before_fit_base_session_is_experience_0(fit, make_task):
 
 
 class Doubles(Method):
-    """Doubles the weights of the head with which client 1 predicts."""
+    """Doubles the weights of the head for the predictions of client 1."""
 
     def personalize(self, client, state):
         return {**state, "model.2.weight": 2 * state["model.2.weight"]} if client.method_state else state
@@ -371,7 +371,7 @@ def test_when_both_tests_local_models_after_last_training(fit, make_stream, make
     _, state = run(both, last)
     plain = ContinualMetrics(when="aggregated")
     _, as_before = run(plain)
-    # Evaluation does not change the training.
+    # The evaluation of the clients' models does not change the training.
     torch.testing.assert_close(state, as_before, rtol=0, atol=0)
     assert [e["correct"] for e in both.record["rounds"]] == [e["correct"] for e in plain.record["rounds"]]
     found = {

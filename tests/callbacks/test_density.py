@@ -1,4 +1,4 @@
-"""Tests of the densities of a reservoir's activations against histograms of all states."""
+"""Tests that the densities of a reservoir's activations equal histograms of all its states."""
 
 import json
 
@@ -23,7 +23,10 @@ OWNERS = np.array(["ann", "bob", "eve"])
 
 
 def sequences(samples=240, steps=70, features=3, classes=4):
-    """Return noise around a level of each class. Sequences are longer than a block of the reservoir."""
+    """Return sequences of noise around a level that depends on the class.
+
+    Sequences are longer than a block of the reservoir.
+    """
     rng = np.random.default_rng(0)
     y = np.arange(samples) % classes
     return (rng.normal(size=(samples, steps, features)) * 0.4 + y[:, None, None] - 1.5).astype(np.float32), y
@@ -54,7 +57,7 @@ def task():
 
 
 class AllStates(Callback):
-    """Stores all states on the test samples after each round."""
+    """Stores all reservoir states on the test samples after each round."""
 
     def __init__(self):
         self.rounds = []

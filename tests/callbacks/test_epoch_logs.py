@@ -1,4 +1,4 @@
-"""Tests of values that a module logs in its training steps, with one and with several processes."""
+"""Tests of values that a module logs in its training steps. The training uses one or several processes."""
 
 from types import SimpleNamespace
 

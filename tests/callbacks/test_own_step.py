@@ -1,4 +1,4 @@
-"""Tests that metrics logged in a module's own `test_step` are recorded, against hand-written loops."""
+"""Tests that the metrics of a module's own `test_step` are recorded and equal the results of hand-written loops."""
 
 import lightning.pytorch as L
 import numpy as np
@@ -206,7 +206,7 @@ def test_own_step_logged_metrics_recorded_for_each_group(fit, case, strategy):
 
 
 class Traces(OneLogit):
-    """A module whose steps change all kinds of state."""
+    """A module whose steps change attributes of every kind."""
 
     def __init__(self):
         super().__init__()
@@ -217,7 +217,7 @@ class Traces(OneLogit):
         assert not self.tested and not hasattr(self, "last") and self.trainer.training
         self.accuracy.update(self(batch[0]) + torch.rand(()), batch[1])
         loss = self.loss(batch)
-        # The loss is stored with its graph, as in many modules.
+        # The stored loss keeps its autograd graph, as in many modules of users.
         self.losses.append(loss)
         self.log("train_accuracy", self.accuracy, on_step=False, on_epoch=True)
         return loss
@@ -311,7 +311,10 @@ def test_own_step_resumed_fit_records_same_values(fit, tmp_path):
 
 
 def test_own_step_failing_on_one_class_records_none(fit):
-    """A step that fails on one class gives no value for this class. A failure on all samples is raised."""
+    """If the step fails on one class, no value is recorded for this class.
+
+    If it fails on all samples, the error is raised.
+    """
 
     class Picky(OneLogit):
         def test_step(self, batch, batch_idx):
@@ -353,7 +356,7 @@ class Features(OneLogit):
 
 
 class Pair(Classifier):
-    """A subclass of the library's classifier with one logit."""
+    """A subclass of the library's `Classifier` whose network has one logit."""
 
     def __init__(self):
         super().__init__(nn.Linear(4, 1), 2)

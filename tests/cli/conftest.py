@@ -1,4 +1,4 @@
-"""Fixtures for tests of commands. By default, no reports are written, because drawing charts is slow."""
+"""Fixtures for tests of commands. By default, the tests write no reports, because drawing charts is slow."""
 
 from contextlib import nullcontext
 
@@ -10,7 +10,7 @@ from lightning_fcl.runs.paper_rows import recipes_folder
 
 @pytest.fixture
 def tiny(tmp_path, small_recipe):
-    """Return the words that name a small recipe on the bundled digits."""
+    """Return the arguments of a small recipe on the bundled digits."""
     path = tmp_path / "tiny.yaml"
     path.write_text(yaml.safe_dump(small_recipe(rounds=2, clients=3)))
     return ["--config", str(recipes_folder() / "quickstart.yaml"), "--config", str(path)]

@@ -1,4 +1,4 @@
-"""Commands that take the name of a recipe, class or dataset: ls, cp, validate, fit and test."""
+"""Tests of commands that take the name of a recipe, class or dataset: ls, cp, validate, fit and test."""
 
 import json
 import subprocess
@@ -34,7 +34,7 @@ OF_EACH_PAPER = [
 
 @pytest.fixture
 def change(tmp_path, small_recipe):
-    """Return the path of a recipe that makes the quickstart small."""
+    """Write overrides that make the quickstart recipe small, and return the path of the file."""
     path = tmp_path / "change.yaml"
     path.write_text(yaml.safe_dump(small_recipe(rounds=2, clients=3)))
     return str(path)
@@ -118,7 +118,8 @@ def test_cp_quickstart_resolves_to_same_recipe(tmp_path, monkeypatch, capsys, er
     main(["cp", "quickstart", "mine.yaml"])
     assert "lightning-fcl fit mine.yaml" in capsys.readouterr().out
     copied, recipe = (resolve_recipe(Recipe((Path(path),))) for path in ("mine.yaml", RECIPES["quickstart"].configs[0]))
-    assert copied == recipe | {"out": None}  # `fit mine.yaml` writes to runs/mine.
+    # In the copy, `out` is None, so `fit mine.yaml` writes to runs/mine.
+    assert copied == recipe | {"out": None}
     assert "Expected a new file, but mine.yaml exists" in error_of(["cp", "flwf/flwf", "mine.yaml"])
     main(["cp", "flwf/flwf-2t-ft", "mine.yaml", "--force"])
     assert "  # Number of communication rounds.\n  max_epochs: 8" in (tmp_path / "mine.yaml").read_text()

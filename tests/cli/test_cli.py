@@ -40,7 +40,7 @@ for words in json.loads(sys.argv[1]):
 
 @pytest.fixture(scope="module")
 def helps():
-    """Return the help text, the processor time so far and the imported large packages, for each command."""
+    """For each command, return the help text, the processor time so far, and the imported large packages."""
     every = [["--help"], *([name, "--help"] for name in COMMANDS)]
     words = [sys.executable, "-c", HELPS, json.dumps(every)]
     lines = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
@@ -54,7 +54,8 @@ def test_help_does_not_import_torch_or_lightning(helps, words):
     assert "usage: lightning-fcl" in shown and loaded == []
     if words == ["--help"]:
         assert all(f"\n  {name} " in shown for name in COMMANDS)
-        # The processor time of this process does not depend on other processes.
+        # The limit applies to the processor time of one process. The load of other processes hardly changes this
+        # time.
         assert seconds < 0.3
 
 
@@ -80,7 +81,7 @@ def test_fit_writes_all_files_of_run_folder(tiny, tmp_path, reports):
     assert list(out.glob("events.out.tfevents.*"))
     config = yaml.safe_load((out / "config.yaml").read_text())
     assert config["data"]["partition"]["init_args"]["num_clients"] == 3
-    # The resolved recipe can be trained, with the same result.
+    # Training with the written config.yaml gives the same result.
     main(["fit", "--config", str(out / "config.yaml"), "--out", str(tmp_path / "again")])
     again = json.loads((tmp_path / "again" / "results.json").read_text())
     assert again["metrics"] == results["metrics"]
@@ -145,7 +146,7 @@ def test_damaged_checkpoint_error_suggests_earlier_one(tiny, tmp_path, error_of,
 
 @pytest.mark.seconds
 def test_checkpoint_hyperparameters_are_not_instantiated(tiny, tmp_path):
-    """LightningCLI would create the optimizer or module that the hyperparameters of a checkpoint name."""
+    """Without this check, LightningCLI creates the optimizer or module that the hyperparameters name."""
     out, marker = tmp_path / "out", tmp_path / "marker"
     main(["fit", *tiny, "--out", str(out)])
     (path,) = (out / "checkpoints").glob("*.ckpt")
@@ -360,7 +361,7 @@ def test_row_with_overrides_and_expected_is_reproduced(tmp_path, capsys, monkeyp
 
 @pytest.mark.seconds
 def test_run_jobs_error_cancels_queued_jobs(tmp_path, monkeypatch):
-    fork = multiprocessing.get_context("fork")  # Forked processes need not import torch and Lightning again.
+    fork = multiprocessing.get_context("fork")  # A forked process does not import torch and Lightning again.
     monkeypatch.setattr("lightning_fcl.cli.jobs.multiprocessing.get_context", lambda method=None: fork)
     recipe = tmp_path / "wrong.yaml"
     recipe.write_text("data: {clients: none at all}\n")
@@ -381,10 +382,11 @@ def test_fit_without_logger_writes_only_to_out(tiny, tmp_path, monkeypatch):
 
 
 ODFCL = paper_rows(RECIPES / "odfcl", None)
-# These rows differ from the tested rows only in the rate, swarm or base session. `make recipes` runs all rows.
+# These rows differ from the tested rows only in the learning rate, the swarm or the base session. `make recipes` runs
+# all rows.
 ALIKE = r"naive at|swarm of [125]$|fine-tuning: |ODFCL: |joint training: base|ridge: ORL"
 TRIED = [row for row in ODFCL if not re.search(ALIKE, row)]
-# `make recipes` also runs all rows if the dataset is available.
+# Except for the row ODFCL, the tests of these rows are slow. `make recipes` runs them if the dataset is available.
 SLOW_ROW = {
     row: [pytest.mark.slow] if re.search("swarm|ridge", row) else [pytest.mark.slow, pytest.mark.long] for row in TRIED
 }
@@ -392,7 +394,10 @@ SLOW_ROW = {
 
 @pytest.fixture
 def short(tmp_path):
-    """Return a function that copies a recipe with a base session of one epoch, cached in the folder of the test."""
+    """Return a function that writes a short copy of a recipe, and returns the arguments that load the copy.
+
+    The base session of the copy has one epoch, and is cached in the folder of the test.
+    """
 
     def copy(path):
         recipe = yaml.safe_load(path.read_text())
@@ -430,14 +435,16 @@ def test_odfcl_rows_smoke_scale_communicate_expected_bytes(data_folder, short, t
     nodes = int(settings.get("data.scenario.init_args.num_nodes", 3))
     assert len(record["groups"]) == 10 and record["totals"] == [3] * 10
     assert record["tasks"]["server"] == [[0, 1, 2, 3], [4, 5, 6], [7, 8, 9]]
-    assert sum(record["start"][4:]) == 0  # The model has not been trained on these classes yet.
+    # The initial model has no correct prediction on the six classes of later sessions.
+    assert sum(record["start"][4:]) == 0
     rounds = int(settings.get("data.scenario.init_args.rounds_per_session", 2))
     expected = [dict.fromkeys([*(f"node{n + 1}" for n in range(nodes)), "server"], e) for e in (1, 2)]
     assert [entry["experience"] for entry in record["rounds"]] == [e for e in expected for _ in range(rounds)]
     up, down = (32_328, 6_400) if "ODFCL-ridge" in row else (24_040, 24_040)
     sums, counts = {"ODFCL from ridge regression": (33_048, 0), "balanced softmax": (40, 40)}.get(row, (0, 0))
     for number, entry in enumerate(record["rounds"]):
-        once = sums if number % rounds == 0 else 0  # uploaded only in the first round of a session
+        # These statistics are uploaded only in the first round of a session.
+        once = sums if number % rounds == 0 else 0
         for way, size in (("upload_bytes", up + once), ("download_bytes", down + counts)):
             assert {c: n for c, n in entry[way].items() if c != entry["master"]} == {
                 c: size for c in entry[way] if c != entry["master"]
@@ -472,7 +479,10 @@ def test_paper_rows_at_scale_excludes_other_rows(tmp_path):
 
 
 def telling_rows():
-    """Return the rows of fedvit, at any scale, with a file or a setting that no earlier row has."""
+    """Return a test parameter for each row of fedvit that has a file or a setting that no earlier row has.
+
+    The rows of all scales are compared.
+    """
     seen, found = set(), []
     for scale in ("paper", "medium", "small", "smoke"):
         for name, row in paper_rows(RECIPES / "fedvit", None, scale).items():

@@ -1,4 +1,4 @@
-"""Completion in real shells."""
+"""Tests of completion in real shells."""
 
 import shutil
 import subprocess
@@ -21,7 +21,7 @@ printf "%s\\n" "${{COMPREPLY[@]}}"
 
 @pytest.fixture(scope="module")
 def script(tmp_path_factory):
-    """Return the folder of bash's completion script, which a process writes without importing torch."""
+    """Write the completion script of bash without importing torch, and return the folder of the script."""
     folder = tmp_path_factory.mktemp("completion")
     code = "import sys; from lightning_fcl.cli.main import main; main(['completion', 'bash'])\n"
     code += "heavy = {'torch', 'lightning', 'avalanche'} & set(sys.modules); assert not heavy, heavy"

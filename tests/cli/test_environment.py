@@ -1,4 +1,4 @@
-"""Commands in an environment without a home directory, output, working directory or memory."""
+"""Tests of commands without a home directory, a usable output, a working directory or enough memory."""
 
 import os
 import subprocess
@@ -91,7 +91,7 @@ FILES = {
     ],
 )
 def test_command_endless_file_prints_one_message(tmp_path, monkeypatch, capsys, kind, words, error_of):
-    """A reader that waited for a writer, or for the end of a device, would hang until the time limit of the tests."""
+    """The file is a pipe without a writer or an endless device. A command that read it would never end."""
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "file.yaml"
     FILES[kind](file)

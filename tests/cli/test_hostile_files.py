@@ -1,4 +1,4 @@
-"""Damaged and malicious files end a command with one message. The command calls nothing in them, and does not hang."""
+"""Tests that damaged and malicious files end a command with one message. The command runs no code from the files."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Committed runs in the recipe folder: reused if the fingerprint is the same, otherwise trained again."""
+"""Tests that committed runs are reused if their fingerprint matches. Otherwise, the runs are trained again."""
 
 import json
 
@@ -17,7 +17,7 @@ RECIPES = recipes_folder()
 
 @pytest.fixture
 def toy(tmp_path, monkeypatch, small_recipe):
-    """Create a paper with one row and one scale that trains quickly, and return its folder."""
+    """Create a paper with one row and one scale, and return its folder. The row trains quickly."""
     folder = tmp_path / "recipes" / "toy"
     folder.mkdir(parents=True)
     (folder / "base.yaml").write_text((RECIPES / "quickstart.yaml").read_text())
@@ -132,7 +132,7 @@ def test_reproduce_run_of_first_tasks_resumes_with_more_tasks(toy, tmp_path, mon
     assert own == rounds and "--ckpt_path" in ran[1] and "tasks" not in found
     assert found["metrics"] == whole["metrics"]
     assert found["seconds"] > sum(entry["seconds"] for entry in found["record"]["rounds"]) - 0.1
-    reproduce(tmp_path / "out", "--tasks", "1")  # The finished run contains these tasks.
+    reproduce(tmp_path / "out", "--tasks", "1")  # The finished run includes the first task, so no run is trained again.
     assert len(ran) == 2
     again = read_table(tmp_path / "out" / "table.json").rows
     assert again["a row"]["final_accuracy/server"] == first["a row"]["final_accuracy/server"]

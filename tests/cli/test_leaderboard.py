@@ -1,4 +1,4 @@
-"""`lightning-fcl leaderboard`: tables and charts of protocols, finished runs, searches and unknown names."""
+"""Tests of the command `lightning-fcl leaderboard`."""
 
 import pytest
 import yaml
@@ -12,7 +12,7 @@ RECIPES = recipes_folder()
 
 @pytest.fixture
 def boards(tmp_path, monkeypatch, small_recipe):
-    """Create a leaderboard of two methods, one of them with a search, under two protocols."""
+    """Create a leaderboard with two methods and two protocols, and return its folder. One method has a search."""
     folder = tmp_path / "recipes" / "leaderboard"
     (folder / "best").mkdir(parents=True)
     small = small_recipe(rounds=2, clients=2)

@@ -1,4 +1,4 @@
-"""Lists of public names, which are read from the source, and imports without garbage collection."""
+"""Tests of lists of public names that are read from source files, and of imports without garbage collection."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_fcl.data.scenarios import Scenario
 
 
 def imported_summaries(module, kind=object):
-    """Return the first docstring line of each public class, from the imported classes."""
+    """Import the module, and return the first docstring line of each public class by name."""
     public = getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]
     values = {name: getattr(module, name) for name in public}
     return {

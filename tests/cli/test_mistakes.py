@@ -1,4 +1,4 @@
-"""Messages about typing mistakes: they contain the argument, the value and the fix."""
+"""Tests of messages about typing mistakes. Each message contains the argument, the value and the fix."""
 
 import shlex
 
@@ -34,7 +34,7 @@ FILES = {
     "twice.yaml": "trainer: {callbacks: [{class_path: Replay}, {class_path: Replay}]}",
     "search.yaml": "configs: [empty.yaml]\nobjectiv: x",
 }
-# Words after `fit quickstart`.
+# Arguments after `fit quickstart`, and a part of the expected message.
 FIT = [
     ("key.yaml", "got `trainer.max_epoch`. Did you mean trainer.max_epochs?"),
     ("section.yaml", "got `modle`. Did you mean model?"),

@@ -1,4 +1,4 @@
-"""Recipes that name classes in the working directory, run by the installed command."""
+"""Tests of recipes that name classes in the working directory. The installed command runs these recipes."""
 
 import os
 import subprocess

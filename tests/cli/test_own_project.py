@@ -1,4 +1,4 @@
-"""The command line of a user's project, as in `docs/custom-cli.md`."""
+"""Tests of the command line of a user's project, as in `docs/custom-cli.md`."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""`fit` in several processes: equal results, killed processes, signals and too many processes."""
+"""Tests of `fit` in several processes: equal results, killed processes, signals, and too many processes."""
 
 import json
 import os
@@ -23,7 +23,7 @@ def words(out, devices, *more):
 
 
 def results(out):
-    """Return the metrics and the record of a run without measured times."""
+    """Return the metrics and the record of a run. Measured times are removed."""
     found = json.loads((out / "results.json").read_text())
     for entry in found["record"]["rounds"]:
         entry.pop("seconds")
@@ -53,7 +53,7 @@ def wait_until(condition, seconds=900):
 
 
 def alone(out, capsys, *more):
-    """Run the same words in this process, and return the output without paths, and the results."""
+    """Fit with the same arguments in this process. Return the printed output without paths, and the results."""
     capsys.readouterr()
     main([*words(out, 1, *more)[3:]])
     return capsys.readouterr().out.replace(str(out), ""), results(out)
@@ -61,7 +61,7 @@ def alone(out, capsys, *more):
 
 @pytest.mark.long
 def test_fit_two_processes_equal_one_process(tmp_path, capsys):
-    """Only rank 0 prints."""
+    """The results are equal, and only rank 0 prints."""
     short = ("--trainer.max_epochs", "3")
     run = subprocess.run(words(tmp_path / "2", 2, *short), capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
@@ -72,7 +72,10 @@ def test_fit_two_processes_equal_one_process(tmp_path, capsys):
 
 @pytest.mark.parametrize("victim", [pytest.param("the first", marks=pytest.mark.long), "another"])
 def test_fit_killed_process_leaves_resumable_checkpoint(tmp_path, capsys, victim):
-    """The other processes end with a clear message and leave a checkpoint. Any number of processes can resume it."""
+    """After one process is killed, the other processes end with a message and leave a checkpoint.
+
+    Any number of processes can resume from the checkpoint.
+    """
     running = subprocess.Popen(words(tmp_path / "cut", 2), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     wait_until(lambda: len(list((tmp_path / "cut").glob("checkpoints/*.ckpt"))) or running.poll() is not None)
     others = children(running)

@@ -1,4 +1,4 @@
-"""Merging of recipes. The result equals the one of jsonargparse for the same files and words."""
+"""Tests that merging recipes gives the same result as jsonargparse for the same files and arguments."""
 
 import shlex
 import subprocess
@@ -167,7 +167,7 @@ def test_merge_unknown_list_entry_raises():
     with pytest.raises(UnknownNameError) as raised:
         merge({"callbacks": ["FedProx", "Replay"]}, {"callbacks": {"Replai": {"memory_size": 1}}})
     assert raised.value.hint == "Did you mean Replay?"
-    with pytest.raises(UnknownNameError):  # The name is ambiguous.
+    with pytest.raises(UnknownNameError):  # Two entries have this name.
         merge({"callbacks": ["Replay", "Replay"]}, {"callbacks": {"Replay": {"memory_size": 1}}})
 
 
@@ -221,7 +221,7 @@ def test_file_names_are_relative_to_naming_file(monkeypatch, tmp_path):
     assert given["layers"][1] == "third_party.Open" and given["name"] == "files.yaml"
     assert content["trainer"]["max_epochs"] == 7
     chain = {"a.yaml": "model: folder/b.yaml", "folder/b.yaml": "deeper/c.yaml", "folder/deeper/c.yaml": "second.yaml"}
-    for name, text in chain.items():  # A file can consist of the name of another file.
+    for name, text in chain.items():  # The whole content of a file can be the name of another file.
         (tmp_path / name).write_text(text)
     assert Recipe((Path("a.yaml"),)).content() == {"model": net(4)}
     monkeypatch.chdir(tmp_path / "folder")
@@ -324,7 +324,7 @@ def test_recipe_without_model_raises():
 
 @pytest.mark.seconds
 def test_import_does_not_change_jsonargparse_yaml_loader():
-    """The library uses its own parser mode with limits, and does not change jsonargparse's mode for YAML."""
+    """The library has its own parser mode with limits. It does not change the YAML mode of jsonargparse."""
     code = "import jsonargparse; before = jsonargparse.get_loader('yaml'); import lightning_fcl.runs.fit\n"
     code += "assert jsonargparse.get_loader('yaml') is before"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=900)

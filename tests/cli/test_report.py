@@ -1,4 +1,4 @@
-"""`lightning-fcl report`: reports of existing runs."""
+"""Tests of `lightning-fcl report`, which writes reports of existing runs."""
 
 import pytest
 

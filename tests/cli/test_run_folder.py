@@ -1,4 +1,4 @@
-"""The folder of a run: resuming, locking, checkpoints and copies."""
+"""Tests of the folder of a run: resuming, locks, checkpoints and copies."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from lightning_fcl.runs.paper_rows import recipes_folder
 
 @pytest.fixture
 def words(tmp_path, small_recipe):
-    """Return the words of a recipe with four rounds."""
+    """Return the arguments of a recipe with four rounds."""
     content = small_recipe(rounds=4, clients=3, rounds_per_experience=2)
     content["trainer"]["logger"] = False
     path = tmp_path / "four.yaml"
@@ -40,7 +40,7 @@ def contents(folder):
 
 
 def get_record(folder):
-    """Return the record of a run without measured times."""
+    """Return the record of a run. Measured times are removed."""
     record = read_results(folder)["record"]
     return {**record, "rounds": [{**entry, "seconds": 0} for entry in record["rounds"]]}
 
@@ -69,7 +69,8 @@ def test_fit_copied_run_resumes_in_copy(words, begun, tmp_path, monkeypatch):
     assert get_record(copy) == get_record(copy.parent / "whole") and len(get_record(copy)["rounds"]) == 4
     left, right = state(copy), state(copy.parent / "whole")
     assert all(torch.equal(left[name], right[name]) for name in left | right)
-    # With the config and a checkpoint of a run, as in a user's project, the run's folder is used.
+    # If `fit` gets only the config and a checkpoint of a run, as in a user's project, it writes to the folder of this
+    # run.
     more = ["--config", str(begun / "config.yaml"), "--ckpt_path", str(begun / "checkpoints" / "last.ckpt")]
     main(["fit", *more, "--trainer.max_epochs", "3"])
     assert len(get_record(begun)["rounds"]) == 3
@@ -77,7 +78,7 @@ def test_fit_copied_run_resumes_in_copy(words, begun, tmp_path, monkeypatch):
 
 @pytest.mark.seconds
 def test_fit_existing_out_writes_to_numbered_folder(words, begun, tmp_path, capsys):
-    (begun / "results.json").unlink()  # Simulate a killed run.
+    (begun / "results.json").unlink()  # A killed run has no results.json.
     before = contents(begun)
     main(["fit", *words, "--out", str(begun), "--trainer.max_epochs", "1"])
     assert contents(begun) == before and len(get_record(tmp_path / "begun-2")["rounds"]) == 1
@@ -113,7 +114,7 @@ def test_fit_in_locked_folder_raises_with_process_id(words, begun, error_of):
     process.communicate()
     main(["fit", str(begun), "--trainer.max_epochs", "3"])
     assert not (begun / ".lock").exists()
-    with run_lock(begun), run_lock(begun):  # A process can acquire the lock twice.
+    with run_lock(begun), run_lock(begun):  # One process can acquire the same lock twice.
         assert (begun / ".lock").exists()
     assert not (begun / ".lock").exists()
 
@@ -177,7 +178,7 @@ def test_checkpoint_size_is_independent_of_rounds(words, tmp_path):
         more = ["--trainer.callbacks", "[]", "--out", str(tmp_path / rounds), "--trainer.max_epochs", rounds]
         main(["fit", *words, *more])
         sizes.append((tmp_path / rounds / "checkpoints" / "last.ckpt").stat().st_size)
-    assert abs(sizes[1] - sizes[0]) < 200  # Larger counts have more digits.
+    assert abs(sizes[1] - sizes[0]) < 200  # The files differ by a few bytes, because larger counts have more digits.
 
 
 @pytest.mark.seconds

@@ -1,4 +1,4 @@
-"""Secrets of loggers: no file of a run, no error file and no message contains them."""
+"""Tests that no file of a run, no error file and no message contains the secrets of loggers."""
 
 import json
 import os
@@ -37,7 +37,7 @@ KEY, NESTED, URL = (f"LIGHTNING_FCL_TRAINER_LOGGER_{name}" for name in ("API_KEY
 
 @pytest.fixture
 def project(tmp_path, tiny, monkeypatch):
-    """Return the words of a recipe with a logger that has secrets, and change to a new working directory."""
+    """Change to a new working directory, and return the arguments of a recipe whose logger has secrets."""
     arguments = {
         "save_dir": "logs",
         "api_key": SECRETS[0],

@@ -1,4 +1,4 @@
-"""Commands that are killed or receive a signal. The tests use real processes."""
+"""Tests of commands that are killed or receive a signal. The tests use real processes."""
 
 import json
 import os
@@ -74,7 +74,10 @@ class DiesInReport(Callback):
 
 @pytest.fixture
 def recipe(tmp_path, small_recipe):
-    """Return a function that writes a small recipe of four rounds, with an optional callback, and returns its files."""
+    """Return a function that writes a small recipe of four rounds and returns its files.
+
+    The recipe may have a callback.
+    """
     (tmp_path / "for_a_test.py").write_text(CALLBACKS)
 
     def write(callback=None, **trainer):
@@ -130,7 +133,7 @@ def weights(out):
 
 
 def same_run(left, right):
-    """Return whether two runs have the same weights and the same record, except for measured times."""
+    """Return whether two runs have the same weights and the same record. Measured times are ignored."""
     records = [read_results(out)["record"]["rounds"] for out in (left, right)]
     for entry in (entry for rounds in records for entry in rounds):
         entry.pop("seconds", None)
@@ -184,7 +187,10 @@ def test_fit_second_signal_stops_at_once(recipe, start, tmp_path, names, code):
 
 
 def side_by_side(recipe, start, tmp_path, workers=2):
-    """Start two runs in two processes, and return their parent and process descriptors in the middle of a round."""
+    """Start a command that trains `workers` runs in parallel.
+
+    In the middle of a round, return its process and the process descriptors of the workers.
+    """
     os.mkfifo(tmp_path / "pipe")
     files = recipe({"class_path": "for_a_test.Waits", "init_args": {"pipe": str(tmp_path / "pipe")}}, logger=False)
     code = (
@@ -198,14 +204,14 @@ def side_by_side(recipe, start, tmp_path, workers=2):
     parent = start(["data", *files], code)
     watched = []
     with open(tmp_path / "pipe", "r+b", buffering=0) as pipe:  # Opening a pipe for reading and writing does not block.
-        while len(watched) < workers:  # Each process writes one line.
+        while len(watched) < workers:  # Each worker writes its process ID as one line.
             assert select.select([pipe], [], [], 240)[0] and parent.poll() is None
             watched += [os.pidfd_open(int(line)) for line in pipe.read(4096).split()]
     return parent, watched
 
 
 def all_gone(watched):
-    """Return whether the processes end within a minute."""
+    """Return whether all processes end within a minute."""
     left = set(watched)
     while left and (ended := select.select(left, [], [], 60)[0]):
         left -= set(ended)
@@ -226,7 +232,8 @@ def test_run_jobs_workers_end_with_parent(recipe, start, tmp_path, name):
     assert "Traceback" not in said
     if name == "SIGKILL":
         assert parent.returncode == -signal.SIGKILL
-        start(["data", "ls"]).communicate(timeout=900)  # The next command deletes temporary files of a killed one.
+        # The next command deletes the temporary files of a killed command.
+        start(["data", "ls"]).communicate(timeout=900)
     else:
         assert parent.returncode == 128 + signal.Signals[name], said
         assert "0 of 3 runs are finished. Run the same command again" in said
@@ -283,7 +290,7 @@ def test_run_jobs_rewrites_damaged_files(recipe, tmp_path, reports):
             assert not is_finished(job)
             run_jobs([job], 1)
             assert is_finished(job)
-            if name != "results.json":  # This file contains the measured time.
+            if name != "results.json":  # results.json contains the measured time.
                 assert {file: (job.out / file).read_bytes() for file in whole} == whole
     assert json.loads(whole["results.json"])["metrics"] == read_results(job.out)["metrics"]
 

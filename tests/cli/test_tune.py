@@ -38,7 +38,7 @@ def recipe(small_recipe):
 
 @pytest.fixture
 def search(tmp_path, recipe):
-    """Return a function that writes a search file with changes, and returns the words that run the search."""
+    """Return a function that writes a changed search file, and returns the arguments that run the search."""
     (tmp_path / "quickstart.yaml").write_text((recipes_folder() / "quickstart.yaml").read_text())
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe))
 
@@ -52,7 +52,7 @@ def search(tmp_path, recipe):
 
 @pytest.fixture
 def pretend(monkeypatch):
-    """Return a function that replaces runs and charts by fakes.
+    """Return a function that replaces the training of runs and the drawing of charts by fakes.
 
     The objective of a fake run is its learning rate, or the value of a function of the recipe.
     """
@@ -88,7 +88,7 @@ def test_tune_end_to_end_writes_best_recipe(search, tmp_path, capsys):
     best = max(trials, key=lambda trial: float(trial[SEARCH["objective"]]))
     assert printed.splitlines()[1].split()[:2] == [f"{float(best['final_accuracy/server']):.4f}", best["trial"]]
     assert (tmp_path / "out" / "trials.png").read_bytes().startswith(b"\x89PNG")
-    # The best settings are a recipe for `fit`, and reach the objective of the trial.
+    # `fit` with the recipe of the best settings has the same objective as the best trial.
     recipe = tmp_path / "out" / "best.yaml"
     assert f"--config {recipe}\n" in recipe.read_text()
     words = ["fit", *(w for name in SEARCH["configs"] for w in ("--config", str(tmp_path / name)))]
@@ -99,12 +99,13 @@ def test_tune_end_to_end_writes_best_recipe(search, tmp_path, capsys):
         results = json.loads((tmp_path / f"fit-{seed}" / "results.json").read_text())
         values.append(results["metrics"]["final_accuracy/server"])
     assert float(best["final_accuracy/server"]) == pytest.approx(sum(values) / 2, abs=1e-12)
-    # The objective used the validation samples: 0.3 of the training samples, which are 0.8 of 1797 samples.
+    # The objective was measured on the validation samples: 0.3 of the training samples, which are 0.8 of 1797
+    # samples.
     folder = tmp_path / "out" / f"trial-{int(best['trial']):04}" / "seed-0"
     results = json.loads((folder / "results.json").read_text())
     assert results["measured_on"] == "validation"
     assert sum(results["record"]["totals"]) == pytest.approx(0.3 * 0.8 * 1797, abs=10)
-    # Only the searched settings have changed.
+    # best.yaml changes only the searched settings.
     config, settings = yaml.safe_load((folder / "config.yaml").read_text()), yaml.safe_load(recipe.read_text())
     callbacks = config["trainer"]["callbacks"]
     assert [callback["class_path"].split(".")[-1] for callback in callbacks] == ["FLwF2T", "Replay"]
@@ -113,12 +114,13 @@ def test_tune_end_to_end_writes_best_recipe(search, tmp_path, capsys):
     assert config["model"]["init_args"]["optimizer"]["init_args"]["momentum"] == 0.5
     assert config["model"]["init_args"]["model"]["init_args"]["sizes"] == json.loads(best[SIZES])
     assert config["data"]["batch_size"] == settings["data"]["batch_size"] == int(best["data.batch_size"])
-    assert "recipe" not in settings  # A fit of best.yaml is evaluated on the test samples.
+    # best.yaml does not contain the validation split, so a fit of best.yaml is evaluated on the test samples.
+    assert "recipe" not in settings
 
 
 @pytest.mark.seconds
 def test_tune_row_uses_files_and_overrides_of_row(search, tmp_path, recipe, monkeypatch, pretend):
-    """The row's recipe is merged first, without the searched settings. Seeds start at `first_seed`."""
+    """The recipe of the row is merged before the searched settings. The first seed is `first_seed`."""
     pretend()
     jobs, run_job = [], module.run_job
     monkeypatch.setattr(module, "run_job", lambda job: jobs.append(job) or run_job(job))
@@ -224,7 +226,7 @@ def test_tune_trials_from_tries_best_settings_first(search, tmp_path, pretend):
     others = sorted(rows(tmp_path / "out"), key=lambda row: -float(row["final_accuracy/server"] or "-inf"))
     table = str(tmp_path / "out" / "trials.csv")
     pretend()
-    for trials in (2, 3):  # The number of trials can be increased.
+    for trials in (2, 3):  # A finished search can be continued with a larger number of trials.
         main([*search(out="among", trials=8), "--trials-from", table, "--trials", str(trials)])
         tried = rows(tmp_path / "among")
         assert [[row[key] for key in SEARCH["space"]] for row in tried] == [
@@ -298,7 +300,7 @@ def test_tune_cases_are_separate_searches(search, tmp_path, pretend, error_of):
     assert best["data"]["batch_size"] == 8 and best["model"]["init_args"]["optimizer"]["init_args"]["lr"] == 0.2
     assert "search.yaml --case '8 at once', trial 1" in (tmp_path / "out" / "best.yaml").read_text()
     search(sampler="grid", trials=None, space=space, variants={**cases, 32: {"data.batch_size": 32}})
-    main([*words, "--case", "8 at once"])  # A further case in the file does not change this search.
+    main([*words, "--case", "8 at once"])  # Another case in the file does not change this search.
     assert len(sizes) == 2
     assert "to belong to this search, but" in error_of([*words, "--case", "16"])
     main([*words[:2], "--out", str(tmp_path / "other"), "--workers", "1", "--case", "16"])
@@ -344,7 +346,7 @@ def test_tune_failed_trial_is_recorded_and_search_continues(search, tmp_path, ca
     good, bad = rows(tmp_path / "out")
     assert (good["state"], bad["state"], bad["final_accuracy/server"]) == ("complete", "failed", "")
     assert "a divisor of the number of classes, 10, or a list with this sum, but got 3" in bad["failure"]
-    monkeypatch.setattr(module, "run_job", pytest.fail)  # No trial is run again.
+    monkeypatch.setattr(module, "run_job", pytest.fail)  # The second search must not run a trial again.
     main(words)
     assert rows(tmp_path / "out") == [good, bad]
 
@@ -388,7 +390,7 @@ def test_tune_stops_after_first_trials_fail_alike(search, tmp_path, error_of, mo
     assert file.read_text() == "message: 'KeyError: 2'\nerror: builtins.KeyError\ncode: ''\n"
     # The second search reads the failures from the files.
     assert "the first 10 trials all failed: KeyError: 9." in error_of(search(trials=12))
-    file.write_text("KeyError: 2")  # the format of an earlier version
+    file.write_text("KeyError: 2")  # The file has the format of an earlier version.
     assert "all 12 trials failed. First failure: KeyError: 0." in error_of(search(trials=12))
     assert failing(search, tmp_path, monkeypatch, numbered, out="codes") == [*range(12)]
     assert failing(search, tmp_path, monkeypatch, lambda trial: InvalidValueError(f"{trial}."), out="texts") == [

@@ -1,4 +1,4 @@
-"""`lightning-fcl validate` reports the errors of `fit` with the same messages, without training.
+"""Tests that `lightning-fcl validate` reports the same error messages as `fit`, without training.
 
 Each error has its own test elsewhere. These tests cover one example of each place that raises an error.
 """

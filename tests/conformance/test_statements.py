@@ -1,4 +1,4 @@
-"""Tests that each statement holds for the method of the library, and fails on a mutant of this method."""
+"""Tests that each conformance statement accepts a method of the library and rejects a mutant of this method."""
 
 import dataclasses
 import random
@@ -29,7 +29,7 @@ class DrawsAnything(Method):
 
 
 class SumsPadding(Method):
-    """From a client's third round, the penalty sums all rows of a batch, including padding of vectorized training."""
+    """A mutant: from a client's third round, the penalty includes the rows that pad a batch."""
 
     def prepare_client_state(self, client):
         return client.method_state or {"rounds": torch.zeros(())}
@@ -42,7 +42,7 @@ class SumsPadding(Method):
 
 
 class Forgets(Method):
-    """It stores a value of the client's method state as its own attribute."""
+    """A mutant: it counts the rounds in its own attribute instead of the client's method state."""
 
     _rounds = 0
 
@@ -62,7 +62,7 @@ class Meddles(Method):
 
 
 class GivesOneToAll(Method):
-    """It returns the same tensor as the method state of all clients, and changes the tensor afterwards."""
+    """A mutant: all clients get the same tensor as method state, and the method changes this tensor later."""
 
     _given = torch.zeros(1)
 
@@ -214,7 +214,7 @@ def test_statement_holds_for_method_and_fails_on_mutant(statement):
 
 
 # One method of each family: loss term, teacher, importance, replay, projection, control variates, personal weights,
-# statistics.
+# statistics, prototypes, and class-incremental federated learning.
 IN_CI = ["FedProx", "FLwF2T", "EWC", "Replay", "AGEM", "SCAFFOLD", "FedRep", "Fed3R", "FedProto", "GLFC"]
 
 

@@ -1,4 +1,4 @@
-"""Tests of datasets with `__getitems__`, of `worker_init_fn`, and of targets that are passed separately as `y`."""
+"""Tests of datasets with `__getitems__`, of `worker_init_fn`, and of targets in the argument `y`."""
 
 import lightning.pytorch as L
 import numpy as np
@@ -20,7 +20,10 @@ SIZE = 48
 
 
 class Padded(Dataset):
-    """Sequences that `__getitems__` pads to the longest in the batch, like a transform of Hugging Face."""
+    """A dataset of sequences.
+
+    Its `__getitems__` pads them to the longest sequence of the batch, like transforms of Hugging Face.
+    """
 
     def __init__(self, size=SIZE):
         self.lengths = torch.arange(size) % 7 + 1
@@ -167,7 +170,7 @@ def test_worker_init_fn_gets_dataset_of_its_loader(quiet, case):
 
 
 class Graph:
-    """An item whose target is in an unknown place."""
+    """An item whose type the stream does not recognize, so that it cannot find the target."""
 
     def __init__(self, row):
         self.x, self.y = torch.full((row % 3 + 1, 2), float(row)), row % 4

@@ -86,7 +86,7 @@ def test_client_data_empty_client_name_raises(name):
         stream.setup("fit")
     arrays = ArrayDataset(X.numpy(), Y.numpy(), np.array([name, "b"] * 6), ("0", "1"))
     rejected(arrays, "client", partition="by-client-id")
-    # This partition needs no owners.
+    # The partition `IID` does not use owners, so their names are not checked.
     assert set_up(arrays, partition=IID(2)).plan.clients == ("0", "1")
 
 
@@ -113,7 +113,7 @@ def wrong_targets(value):
     return y
 
 
-# Ways to pass arrays. Each one makes samples whose targets are not classes.
+# Ways to pass arrays to a stream. In each, the targets of the samples are not classes.
 WAYS = {
     "from_arrays": lambda y, folder: FederatedStream.from_arrays(X, y),
     "dataset": lambda y, folder: set_up(TensorDataset(X, y)),

@@ -101,7 +101,7 @@ def trained_on(data, quiet, **kwargs):
     return task.trained
 
 
-# Samplers.
+# Tests of samplers
 
 
 class EveryThird(Sampler):
@@ -183,7 +183,7 @@ def test_loader_with_unsupported_sampler_raises(loader, value):
         stream_of(Loaders(loader)).setup("fit")
 
 
-# Splits in `setup`.
+# Tests of splits in `setup`
 
 
 class Splits(L.LightningDataModule):
@@ -255,7 +255,10 @@ def test_data_module_hooks_run_once_with_trainer(quiet):
 
 @pytest.mark.parametrize("clients", [1, 2])
 def test_prepare_data_in_fit_has_trainer(quiet, clients):
-    """A plain Trainer sets the Trainer too. `LightningNodeData` of PyTorch Geometric requires it in `prepare_data`."""
+    """A plain Trainer sets the attribute `trainer` too.
+
+    `LightningNodeData` of PyTorch Geometric uses it in `prepare_data`.
+    """
 
     class Asks(Splits):
         def prepare_data(self):
@@ -314,7 +317,7 @@ def test_test_label_without_training_samples_raises():
         stream_of(module).setup("fit")
 
 
-# Batch transfer hooks.
+# Tests of batch transfer hooks
 
 
 class Scales(Loaders):
@@ -390,7 +393,8 @@ def test_metrics_apply_transfer_hooks(quiet):
 def test_transfer_hooks_see_stage_of_trainer(quiet):
     module = Scales()
     trainer_of(quiet, callbacks=[ContinualMetrics()]).fit(classifier(), datamodule=stream_of(module))
-    # A trial before the first round, then training, then 24 test samples in batches of 7 for client and server model.
+    # The stages are a trial before the first round, one training batch, and the test batches for the client and
+    # server models. The 24 test samples are in batches of 7.
     assert module.stages == ["test", "train", *["test"] * 8]
 
 
@@ -434,7 +438,7 @@ def test_method_with_samples_outside_batches_and_hooks_raises(quiet):
     assert all(row in again for batch in task.trained for row in batch[0].tolist()) and len(task.trained[1][0]) == 40
 
 
-# Settings of loaders.
+# Tests of loader settings
 
 
 def doubled(items):
@@ -453,7 +457,7 @@ def test_loader_settings_apply_unless_overridden(quiet):
     stream, task = stream_of(module), Keeper()
     trainer_of(quiet).fit(task, datamodule=stream)
     assert [len(batch[0]) for batch in task.trained] == [8] * 5 == [len(batch[0]) for batch in train]
-    # The order is the client's, because shuffling is off.
+    # Shuffling is off, so the samples are in the order of the client's plan.
     own = stream.plan.train[0]["0"][:40]
     torch.testing.assert_close(torch.cat([x for x, _ in task.trained]), 2 * X[own])
     for part, loader, whole in ((parts[1], stream.val_dataloader(), 3), (parts[2], stream.test_dataloader(), 5)):
@@ -507,7 +511,7 @@ def test_metrics_of_dict_batches_raise(quiet):
         trainer_of(quiet, callbacks=[ContinualMetrics()]).fit(classifier(), datamodule=stream_of(Dicts()))
 
 
-# Predictions.
+# Tests of predictions
 
 
 @pytest.mark.may(

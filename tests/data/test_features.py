@@ -1,4 +1,4 @@
-"""Tests of features of a frozen backbone instead of images."""
+"""Tests of training on features of a frozen backbone instead of images."""
 
 import threading
 import time
@@ -23,7 +23,7 @@ from lightning_fcl.data.split import Split
 from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.models.backbone import FrozenBackbone
 
-# Number of images that are embedded to compare the result with cached features.
+# The first images are embedded to check that cached features are valid.
 FIRST = 16
 
 
@@ -141,7 +141,10 @@ def test_features_interrupted_leave_no_file(images, cache):
 
 
 def test_features_first_run_reads_images_once(images):
-    """Later images with the same backbone are read twice: once for their key, and once to embed them."""
+    """Other images with the same backbone are read twice.
+
+    The first read computes their key, and the second read embeds them.
+    """
     x, y = images
     backbone = Counted()
     for pixels, times in ((x, 1), (x, 1), (x[::-1], 2)):
@@ -191,7 +194,7 @@ def test_features_of_augmented_images_are_drawn_once(images):
 
 
 class Photographs(L.LightningDataModule):
-    """Data module whose `collate_fn` makes pairs of images and labels."""
+    """A data module whose `collate_fn` makes batches of images and labels."""
 
     def __init__(self, images, classes):
         super().__init__()
@@ -273,7 +276,10 @@ def test_features_of_public_datasets(data, samples, data_folder):
 
 
 def write_recipe(folder):
-    """Write a recipe that trains on features of digits, which are scaled to 32 x 32 pixels. Return its path."""
+    """Write a recipe that trains on features of digits, and return its path.
+
+    The digits are scaled to 32 x 32 pixels.
+    """
     backbone = "{class_path: lightning_fcl.models.frozen_backbone, init_args: {size: 32}}"
     (folder / "recipe.yaml").write_text(
         f"trainer: {{accelerator: cpu, strategy: federated}}\n"

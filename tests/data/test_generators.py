@@ -25,7 +25,7 @@ SIZE, BATCH, ROUNDS = 15, 4, 2
 
 
 class Items(Dataset):
-    """Pairs of five numbers and a label, changed by a transform when they are read."""
+    """Pairs of five numbers and a label. An optional transform changes the numbers at each read."""
 
     def __init__(self, seed=0, transform=None):
         self.x = torch.randn(SIZE, 5, generator=torch.Generator().manual_seed(seed))
@@ -50,7 +50,7 @@ class NumPyItems(Items):
 
 
 class OtherItems(NumPyItems):
-    """Like `NumPyItems`, but with the generator in an attribute of another name."""
+    """Like `NumPyItems`, but the generator is in the attribute `noise`."""
 
     def __init__(self, seed=0, rng=None):
         super().__init__(seed)
@@ -195,7 +195,7 @@ DATA = {
     "closure": lambda seed: Items(seed, closed_over(seed)),
     "global variable": GlobalItems,
     "nested": lambda seed: ConcatDataset([Subset(NumPyItems(seed), range(7)), Subset(NumPyItems(seed), range(7, 15))]),
-    # Control case: global generators.
+    # Control case: the items use only the global generators.
     "global generators": lambda seed: Items(seed, from_global_generators),
     "none": Items,
 }
@@ -318,7 +318,7 @@ def test_clients_draw_different_numbers(quiet, name):
 
 
 def with_tests(make, shared=False):
-    """Return data of two clients with validation and test sets, optionally with one transform in all of them."""
+    """Return data of two clients with validation and test sets. Optionally, all sets share one transform."""
     found = {}
     for number, client in enumerate("ab"):
         parts = [make(10 * number + part) for part in range(3)]
@@ -404,7 +404,7 @@ def test_batches_equal_loop_with_derived_seeds(quiet):
 
 
 def test_global_generators_draw_same_numbers_beside_others(quiet):
-    """Global generators draw the same numbers with and without other generators in the dataset."""
+    """Global generators draw the same numbers whether or not the dataset has generators of its own."""
 
     class Both(Items):
         def __init__(self, seed):

@@ -1,4 +1,4 @@
-"""Tests of class and domain names that are numbers as text: integers in an order must have one meaning."""
+"""Tests of class and domain names that are numbers as text. Integers in an order must be clearly names or positions."""
 
 import itertools
 import re
@@ -25,7 +25,7 @@ SORTED = sorted(TWELVE)  # 0, 1, 10, 11, 2, ...
 
 
 def stream_of(names, scenario, per_class=2, domains=False, partition=None):
-    """Return a stream of labels, or of domains, that are names or numbers."""
+    """Return a stream whose labels, or whose domains, are the given names or numbers."""
     column = np.repeat(names, per_class)
     x = np.random.default_rng(0).normal(size=(len(column), 2)).astype(np.float32)
     y, group = (np.arange(len(column)) % 2, column) if domains else (column, None)
@@ -60,9 +60,9 @@ def test_integers_that_can_be_names_or_positions_are_rejected(name):
 @pytest.mark.parametrize(
     ("names", "order", "expected"),
     [
-        # The fix in the message: names as text.
+        # The error message suggests this fix: pass the names as text.
         (TWELVE, TWELVE[::-1], TWELVE[::-1]),
-        # Names and positions are equal, because numbers are sorted as numbers.
+        # Each name equals its position, because names that are integers are sorted as numbers.
         (range(12), range(12), TWELVE),
         (TWELVE[:10], range(9, -1, -1), TWELVE[9::-1]),
         # These integers can only be names.

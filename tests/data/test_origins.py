@@ -1,4 +1,7 @@
-"""Tests that no test sample is trained on: shared samples stay together, and overlapping splits are rejected."""
+"""Tests that test samples are never used for training.
+
+Shared samples stay together, and overlapping splits raise an error.
+"""
 
 import lightning.pytorch as L
 import numpy as np
@@ -15,7 +18,7 @@ from lightning_fcl.data.split import Split
 from lightning_fcl.errors import InvalidValueError
 
 SIZE = 64
-# The inputs of a sample are its number.
+# Each input of a sample equals the number of the sample.
 X, Y = torch.arange(SIZE, dtype=torch.float32).repeat(3, 1).T.contiguous(), torch.arange(SIZE) % 3
 WHOLE = TensorDataset(X, Y)
 ITEMS = [(X[n].numpy(), n % 3) for n in range(SIZE)]
@@ -65,7 +68,7 @@ SHARED = {
 
 
 def numbers(stream, rows):
-    """Return the numbers of samples, read from their inputs."""
+    """Return the numbers of samples. Their inputs contain these numbers."""
     return {int(x[0]) for x in stream.get_samples(np.asarray(rows))[0]} if len(rows) else set()
 
 
@@ -179,7 +182,7 @@ def test_equal_training_and_test_content_warns_once(of, caplog):
     stream.setup("fit")
     stream.setup("test")
     trained = {*map(tuple, x[np.concatenate([*stream.plan.train[0].values()])].tolist())}
-    # The label depends only on the inputs.
+    # Equal inputs have equal labels, so the comparison of inputs is enough.
     equal = sum(row in trained for row in map(tuple, x[stream.plan.test].tolist()))
     assert equal > 3
     message = f"{equal} of {len(stream.plan.test)} test samples have the inputs and targets of a training sample."

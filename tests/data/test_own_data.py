@@ -1,4 +1,4 @@
-"""Tests of typical user data: objects with items, all number types, pandas columns, and targets of any structure."""
+"""Tests of typical user data: objects with items, all number types, columns of pandas, and targets of any structure."""
 
 from typing import NamedTuple
 
@@ -101,7 +101,7 @@ def test_list_of_samples_as_clients_raises_error_with_working_fix(items):
 @pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-true"])
 @pytest.mark.parametrize("kind", ["float16", "bfloat16", "float32", "float64", "grad"])
 def test_any_floating_type_can_be_trained_on(fit, kind, precision):
-    # All of these types can represent the values.
+    # All floating-point types can represent these rounded values exactly.
     whole = np.round(X * 8) / 8
     x = torch.from_numpy(whole).requires_grad_() if kind == "grad" else torch.from_numpy(whole).to(getattr(torch, kind))
     given = x if kind in ("grad", "bfloat16") else x.numpy()
@@ -251,6 +251,6 @@ def test_metrics_read_loader_batches_within_memory_limit(fit, make_task, monkeyp
 
     kept, widest, reads = record(2**30)
     anew, narrow, more = record(0)
-    # At most one evaluation batch of twelve samples, or a trial batch before the first round.
+    # The widest batch is an evaluation batch of twelve samples or a trial batch before the first round.
     assert kept == anew and max(widest, narrow) <= 16
     assert more > reads

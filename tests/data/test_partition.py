@@ -152,7 +152,7 @@ def test_class_subsets_use_all_classes_if_places_suffice(clients, each):
     y, lost = np.repeat(np.arange(6), 40), 0
     for seed in range(40):
         parts, old = divide(ClassSubsets(clients, each), y, seed=seed), np.random.default_rng(seed)
-        # Classes as the partition draws them.
+        # Draw the classes of each client in the same way as the partition.
         drawn = []
         for _ in range(clients):
             size = old.integers(*(each if isinstance(each, tuple) else (each, each)), endpoint=True)
@@ -163,12 +163,13 @@ def test_class_subsets_use_all_classes_if_places_suffice(clients, each):
         room = sum(map(len, drawn)) >= 6
         everything = set.union(*drawn) == set(range(6))
         if everything or not room:
-            # No class is missing, or there are too few places, so the draws are unchanged.
+            # All classes are drawn, or there are too few places for all classes. In both cases, the partition does
+            # not change the draws.
             assert found == drawn
         else:
             lost += 1
             assert set.union(*found) == set(range(6))
-    # Some draws must leave a class out, or the test checks nothing.
+    # At least one draw must leave out a class. Otherwise, the test checks nothing.
     assert lost
 
 
@@ -183,7 +184,7 @@ def test_class_subsets_accept_ranges():
     assert set(numbers) == {2, 3, 4, 5}
     flat = np.concatenate(shares)
     assert flat.min() >= 0.05 - 1 / 400 and flat.max() <= 0.1 + 1 / 400
-    # Each client has one share, and clients have different shares.
+    # Each client has about the same share of all classes, and the shares of clients differ.
     assert all(np.ptp(own) <= 1 / 400 + 1e-12 for own in shares)
     assert np.ptp([own.mean() for own in shares]) > 0.02
 

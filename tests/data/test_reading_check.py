@@ -1,4 +1,4 @@
-"""Tests of the warning about state that reading a sample changes, if later samples can depend on the state."""
+"""Tests of the warning about reads that change the state of a dataset, if later samples can depend on this state."""
 
 import functools
 import logging
@@ -138,7 +138,7 @@ class CountedGlobal(Items):
 
 
 class LateGenerator(Items):
-    """Makes its generator at the first read, as some datasets do in each worker."""
+    """A dataset that makes its generator at the first read, as some datasets do in each worker."""
 
     def begin(self):
         self.rng = None
@@ -182,7 +182,7 @@ class Cached(Items):
 
 
 class LastRead(Items):
-    """Stores the last read in new objects."""
+    """A dataset that stores its last read in new objects."""
 
     def changed(self, x, index):
         self.last = {"index": 1000 + index, "x": x.clone(), "mean": x.numpy().mean()}
@@ -288,7 +288,7 @@ def test_reading_check_stateful_collate_fn_warns(quiet, caplog):
 
 
 def given_targets(data):
-    """Return a stream that reads no item before the fit."""
+    """Return a stream with given targets, so that no item is read before the fit."""
     words = dict(scenario=Stationary(num_rounds=ROUNDS), split=Split(test=0.0), batch_size=SIZE, shuffle=False, seed=0)
     return FederatedStream.from_arrays(data, data.targets, client_ids=["a"] * SIZE, **words)
 

@@ -54,7 +54,7 @@ def padded(items):
 
 
 class Keeper(L.LightningModule):
-    """Module that hardly learns and stores every batch with its client."""
+    """Module that stores every batch with its client. Its parameters hardly change."""
 
     def __init__(self):
         super().__init__()
@@ -208,7 +208,7 @@ def test_only_one_batch_is_read_at_a_time(quiet):
     L.Trainer(strategy=FederatedStrategy(max_vectorized_clients=1, seed=0), max_epochs=1, **quiet).fit(
         task, datamodule=stream
     )
-    # One batch is read between two steps. A trial before the first round reads a few batches.
+    # At most one batch is read between two steps. The trial before the first round reads a few batches.
     read = [later - earlier for earlier, later in itertools.pairwise(task.read)]
     assert max(read) <= 2 * 4 < sum(read) and task.read[0] <= 8 * 4
 
@@ -272,7 +272,7 @@ LABELS = {
 
 
 def items(labels, samples, kind):
-    """Return samples whose inputs are their numbers, as arrays or as a dataset of pairs or dicts."""
+    """Return arrays, or a dataset of pairs or dicts. The input of each sample is its number."""
     y = np.asarray(labels)[np.arange(samples) % len(labels)]
     x = np.arange(samples, dtype=np.float32)[:, None]
     if kind == "arrays":

@@ -1,4 +1,4 @@
-"""Tests of streams with many clients: shared data are stored once, and sampling of clients is unchanged."""
+"""Tests of streams with many clients: the stream stores shared data once, and client sampling is unchanged."""
 
 import hashlib
 

@@ -1,4 +1,4 @@
-"""Tests of worker processes on systems that only spawn processes."""
+"""Tests of worker processes on systems without forks, where processes are spawned."""
 
 import os
 import subprocess

@@ -50,7 +50,7 @@ def prepared(*args, scenario=None, **kwargs):
 
 
 def used(stream):
-    """Return all training samples of each client."""
+    """Return the training samples of each client in all rounds."""
     return {c: np.concatenate([r[c] for r in stream.plan.train if c in r]) for c in stream.plan.clients}
 
 
@@ -111,7 +111,8 @@ def test_split_train_clients_selects_owners():
     stream = prepared(x, y, NAMES, split=Split(["eve"], train_clients=["cem", "ann"]))
     assert stream.plan.clients == ("ann", "cem")
     assert sorted(np.concatenate([*used(stream).values()])) == np.flatnonzero(np.isin(NAMES, ["ann", "cem"])).tolist()
-    # The fractions of a split refer to all owners. `train_clients` selects among the remaining samples.
+    # The fractions of a split refer to the samples of all owners. Then `train_clients` selects the clients that
+    # train.
     both = [prepared(x, y, NAMES, split=Split(train_clients=names)) for names in (["ann"], None)]
     assert both[0].plan.test.tolist() == both[1].plan.test.tolist()
     assert used(both[0])["ann"].tolist() == used(both[1])["ann"].tolist() and len(both[0].plan.clients) == 1
@@ -210,7 +211,7 @@ def test_client_round_contains_data_of_round():
 
 def test_client_round_without_samples_is_empty():
     x, y = arrays()
-    # Each owner has the classes of one experience.
+    # The classes of each owner are new in only one experience.
     stream = prepared(x, y, y // 2, class_order=[0, 1, 2, 3])
     client_round = stream.client_round("0", 1)
     assert client_round.num_samples == 0 and client_round.labels.tolist() == [] and "0" not in stream.plan.train[1]

@@ -1,4 +1,4 @@
-"""Tests of tables: the samples of CSV and parquet files, and the messages about cells and columns."""
+"""Tests of tables: samples from CSV and parquet files, and error messages about cells and columns."""
 
 import math
 import struct
@@ -22,7 +22,7 @@ def write(folder, text, name="site.csv", **options):
 
 
 def single(value):
-    """Return the nearest float32 number."""
+    """Return a number rounded to float32."""
     return struct.unpack("f", struct.pack("f", value))[0]
 
 

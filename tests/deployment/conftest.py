@@ -1,4 +1,4 @@
-"""Fixtures that simulate a recipe, and that deploy it with a server and nodes in this process or on SuperNodes."""
+"""Fixtures that simulate a recipe and deploy it. The nodes are in this process or on SuperNodes."""
 
 import json
 import shutil
@@ -76,10 +76,10 @@ class Wire:
         return new
 
     def answers(self, messages):
-        # The order differs from the order of sending, because the server must not depend on it.
+        # The answers are in reverse order, because the result must not depend on the order.
         for message in reversed(messages):
             number, given = self.sent[message]
-            if given is None:  # The node got the message before, and did not answer.
+            if given is None:  # The node has already handled this message without an answer.
                 continue
             self.sent[message] = number, None
             parcel = unpack(to_record(given))
@@ -93,7 +93,7 @@ class Wire:
 
 
 class Rehearsal:
-    """A recipe, its simulation and its deployment in a folder."""
+    """A folder with a recipe, its simulation and its deployment."""
 
     def __init__(self, folder, more=()):
         self.folder, self.earlier = folder, set()
@@ -152,22 +152,22 @@ class Rehearsal:
         return read_results(self.folder / of)["record"]["rounds"]
 
     def anew(self):
-        """Delete the results and client states of the last run, so that another run can start."""
+        """Delete the results and client states of the last run, so that a new run can start."""
         self.earlier |= {path.name for path in (self.folder / "memories").glob("*")}
         for name in ("deployed", "memories"):
             shutil.rmtree(self.folder / name, ignore_errors=True)
 
     def ended(self):
-        """Return whether the server has finished. It writes this file last."""
+        """Return whether the server has finished. The server writes the file `files.txt` last."""
         return (self.folder / "deployed" / "files.txt").exists()
 
     def memory(self, client):
-        """Return the folder of a client's state in this run. Late nodes of earlier runs can write to other folders."""
+        """Return the folder of a client's state in this run. Folders of earlier runs are ignored."""
         own = (self.folder / "memories").glob(f"*/{client}")
         return next((folder for folder in own if folder.parent.name not in self.earlier), None)
 
     def begun(self, client):
-        """Return the last round that a client has begun, or -1 before its first round."""
+        """Return the number of the round that the client has begun last, or -1 if it has begun no round."""
         folder = self.memory(client)
         begun = folder is not None and (folder / "round.json").exists()
         return json.loads((folder / "round.json").read_text())["round"] if begun else -1

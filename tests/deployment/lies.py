@@ -19,14 +19,17 @@ FLOAT = "torch.float32"
 
 
 def server_with(state, rule="mean"):
-    """Return a server with the tensors of a state."""
+    """Return a server whose state has the given tensors."""
     server = FederatedServer(ClientStore())
     server.start_fit(nn.Module(), extra_tensors={name: (value, rule) for name, value in state.items()})
     return server
 
 
 def read_upload(message, sent, client, server, limits):
-    """Return the upload of a client as a server reads it, with the decoded tensors."""
+    """Parse an upload as the server does.
+
+    Return its numbers of samples and replay samples, whether it diverged, and the decoded state.
+    """
     upload = parse_upload(message.record(), sent, client, server.state, limits)
     state = {}
     if upload.num_samples:
@@ -39,7 +42,7 @@ def read_upload(message, sent, client, server, limits):
 
 @dataclass(frozen=True)
 class Message:
-    """A transmitted answer. Tests can change each part of it."""
+    """An answer as it is transmitted. Tests can change each part of it."""
 
     head: dict
     arrays: dict
@@ -60,22 +63,22 @@ class Message:
 
 
 def saying(**words):
-    """Return a function that changes or adds header values."""
+    """Return a function that returns a message with changed or additional header values."""
     return lambda message: replace(message, head={**message.head, **words})
 
 
 def without(*words):
-    """Return a function that removes header values."""
+    """Return a function that returns a message without some header values."""
     return lambda message: replace(message, head={n: v for n, v in message.head.items() if n not in words})
 
 
 def holding(**records):
-    """Return a function that changes or adds records. None removes a record."""
+    """Return a function that returns a message with other records. If a record is None, it is removed."""
     return lambda message: replace(message, others=records)
 
 
 def first(message):
-    """Return the name of the smallest array of 32-bit floating-point numbers."""
+    """Return the name of the smallest float32 array in the message."""
     names = [name for name, array in message.arrays.items() if array.dtype == FLOAT]
     return min(names, key=lambda name: prod(message.arrays[name].shape))
 
@@ -115,7 +118,7 @@ def numbers(make):
 
 
 def more(name):
-    """Return a function that adds an array."""
+    """Return a function that returns a message with an additional array of one float32 number."""
     return lambda message: replace(
         message, arrays={**message.arrays, name: Array(FLOAT, (1,), "bytes", np.zeros(1, np.float32).tobytes())}
     )
@@ -210,7 +213,10 @@ KINDS = {
         "Expected the norm of an update of client 1 to be at most 1000 times the larger of 1 and the norm of the",
     ),
 }
-"""Invalid answers to a download: the change of an honest answer, and a pattern of the error message."""
+"""Invalid answers to a download.
+
+Each item has a function that changes an honest answer, and a pattern of the error message.
+"""
 
 HELLOS = {
     "no head": (holding(head=None), RECORDS),
@@ -239,4 +245,7 @@ HELLOS = {
     ),
     "metrics": (holding(more=MetricRecord({"loss": 0.5})), RECORDS),
 }
-"""Invalid answers to the question which client a node trains, as in `KINDS`."""
+"""Invalid answers to the first message, which asks the node for its client.
+
+Each item has a function that changes an honest answer, and a pattern of the error message.
+"""

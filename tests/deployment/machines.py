@@ -58,7 +58,7 @@ for line in sys.stdin:
 
 
 class Fork:
-    """A process that was forked by another process, with the used methods of `subprocess.Popen`."""
+    """A forked process, with those methods of `subprocess.Popen` that the tests use."""
 
     def __init__(self, pid):
         self.pid = pid

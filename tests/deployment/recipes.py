@@ -1,18 +1,18 @@
-"""Parts of recipes, and a recipe with replay and distillation. They override the recipe in `conftest`."""
+"""Parts of recipes, and a recipe with replay and distillation. They override the base recipe in `conftest`."""
 
 
 def strategy(**arguments):
-    """Return a strategy that trains one client at a time, as nodes do."""
+    """Return the configuration of a strategy that trains one client at a time, as nodes do."""
     return {"class_path": "lightning_fcl.FederatedStrategy", "init_args": {"max_vectorized_clients": 1, **arguments}}
 
 
 def method(name, **arguments):
-    """Return a method of the library as a callback."""
+    """Return the configuration of a callback: a method of the library."""
     return {"class_path": f"lightning_fcl.callbacks.{name}", "init_args": arguments}
 
 
 def classes(**arguments):
-    """Return a class-incremental scenario."""
+    """Return the configuration of a class-incremental scenario."""
     return {"class_path": "ClassIncremental", "init_args": arguments}
 
 

@@ -1,4 +1,4 @@
-"""Validation of a client's answer: invalid answers raise an error that names the client and the reason."""
+"""Tests that invalid answers of clients raise an error that names the client and the reason."""
 
 import re
 from dataclasses import replace
@@ -126,7 +126,7 @@ def test_max_update_norm_uses_averaged_floating_point_tensors():
     read(large, UploadLimits(10**8, 12, 30, 1000.0))
     with pytest.raises(RejectedMessageError, match=r"at most 0\.5 times the larger of 1 and the norm of .*, but got 9"):
         read(large, UploadLimits(10**8, 12, 30, 0.5))
-    # The norm is below 1, so the limit is relative to 1.
+    # The norm of the server's tensors is below 1, so the limit is relative to 1.
     small = {"w": torch.zeros(4)}
     honest, _, read = answer_to(small)
     read(Message.of(Parcel(honest.head, {"w": torch.full((4,), 0.4)})), UploadLimits(10**8, 12, 30, 1.0))
@@ -135,7 +135,7 @@ def test_max_update_norm_uses_averaged_floating_point_tensors():
 
 
 def test_read_upload_unexpected_error_becomes_rejection(monkeypatch):
-    """Unexpected errors of memory, recursion or text also become a RejectedMessageError."""
+    """Memory errors, recursion errors and text errors also become a RejectedMessageError."""
     honest, _, read = answer_to(server_state())
     for error in (
         MemoryError(),

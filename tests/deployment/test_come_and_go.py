@@ -1,4 +1,4 @@
-"""Nodes that join, leave, stall, reconnect or claim another client, with a clock that the test controls."""
+"""Tests of nodes that join, leave, stall, reconnect or claim another client. The tests control the clock."""
 
 import logging
 from itertools import count, pairwise
@@ -22,7 +22,7 @@ class Clock:
 
     def __init__(self):
         self.now = 100.0
-        # Functions that run once, by the number of seconds after which they run.
+        # Functions that run once. The key of a function is the number of seconds until it runs.
         self.later = {}
 
     def monotonic(self):
@@ -39,7 +39,7 @@ class Air:
 
     def __init__(self, clock):
         self.clock, self.numbers, self.there, self.sent, self.log = clock, count(), {}, {}, []
-        # Keys of nodes, and the seconds that their answers take.
+        # The key of each node, and the number of seconds that its answers take.
         self.keys, self.takes = {}, {}
         self.answers_of_the_gone = "it is gone"
 
@@ -62,7 +62,7 @@ class Air:
                 yield message, answer
 
     def asked(self, node, kind="hello"):
-        """Return the times when a node got a message of some kind."""
+        """Return the times when the node got a message of the given kind."""
         return [when for when, number, what in self.log if (number, what) == (node, kind)]
 
 
@@ -73,21 +73,24 @@ def client(name):
 
 
 def changing(*parts):
-    """Return a node that changes its behavior over time. Each part is a start time and the node to behave like."""
+    """Return a node whose behavior changes over time.
+
+    Each part is a start time and the node whose behavior starts then.
+    """
     return lambda parcel, now: next(node for since, node in reversed(parts) if now >= since)(parcel, now)
 
 
 def silent(parcel, now):
-    """A node that stalls."""
+    """A node that never answers."""
 
 
 def stalling(name):
-    """Return a node that stalls when it trains."""
+    """Return a node of a client that answers `hello` messages but no others."""
     return lambda parcel, now: client(name)(parcel, now) if parcel.header["kind"] == "hello" else None
 
 
 def refusing(parcel, now):
-    """A node that cannot use its data."""
+    """A node that answers with the error that its data are unusable."""
     return record({"client": "a", "version": __version__, "recipe": "r", "refused": "unusable-data", "argument": ""})
 
 
@@ -112,7 +115,7 @@ def members(air):
 
 @pytest.fixture
 def gather(air, members):
-    """Return a function that collects answers for 20 s, and for up to 100 s more if too few clients have answered.
+    """Return a function that collects answers for 20 s. If too few clients answer, it waits up to 100 s more.
 
     Its attribute `taken` lists the clients of the answers.
     """
@@ -191,7 +194,7 @@ def test_node_without_data_is_asked_until_data_exists(air, members, caplog):
 
 
 def test_collect_answers_waits_once_for_silent_node_until_timeout(air, gather, caplog):
-    """The node gets another number before each round, as a SuperNode without a registered key does."""
+    """The node gets a different number before each round, like a SuperNode without a registered key."""
     air.there = {7: client("a"), 8: silent}
     assert gather(["a", "b"], 1) == 1 and gather.left == {"b": "not connected"}
     assert 20 < air.clock.now - 100 < 21
@@ -278,7 +281,7 @@ def test_start_round_changed_state_digest_asks_all_nodes_again(air, members):
 
 
 def test_lost_client_on_another_node_gets_round_again(air, gather):
-    """The new node connects before Flower notices that the old node is gone."""
+    """The new node connects before Flower reports that the old node is gone."""
     air.there = {7: stalling("a"), 8: client("b")}
     air.clock.later = {2: lambda: air.there.update({9: client("a")}), 40: lambda: air.there.pop(7)}
     assert gather(["a", "b"], 2) == 2 and gather.left == {}
@@ -288,7 +291,7 @@ def test_lost_client_on_another_node_gets_round_again(air, gather):
 
 
 def lost_in_training(name, until):
-    """Return a node whose client process crashes when it trains, until a given time."""
+    """Return a node whose client process crashes in training before a given time, and works afterwards."""
 
     def node(parcel, now):
         if parcel.header["kind"] == "train" and now < until:
@@ -313,7 +316,7 @@ def test_lost_answer_resends_round_after_round_timeout(air, gather):
 
 
 def test_slow_node_gets_round_again_after_longer_pauses(air, gather):
-    """A node processes its messages in sequence, so more messages would only make it slower."""
+    """A node processes its messages in sequence, so frequent messages would make it slower."""
     air.there = {7: stalling("a"), 8: client("b")}
     assert gather(["a", "b"], 2) == 1 and gather.left == {"a": "no answer within 20 s"}
     pauses = [later - one for one, later in pairwise(air.asked(7, "train"))]
@@ -352,12 +355,12 @@ def test_late_client_replaces_stalled_client(air, gather):
 
 
 def liar_until(since, clock):
-    """Return a function that accepts answers of client `a` only after a given time, and all other answers."""
+    """Return a function that rejects answers of client `a` before a given time and accepts all other answers."""
     return lambda answer: unpack(answer).header["client"] != "a" or clock.now - 100 >= since
 
 
 def test_round_that_needs_all_ends_without_rejected_client(air, gather):
-    """Until the round ends, the rejected client gets the message again after longer and longer pauses."""
+    """Until the round ends, the rejected client gets the message again after increasing pauses."""
     air.there = {7: client("a"), 8: client("b")}
     assert gather(["a", "b"], 2, liar_until(1000, air.clock)) == 1 and 20 < air.clock.now - 100 < 21
     assert gather.has_enough_answers and gather.left == {} and gather.taken.count("b") == 1

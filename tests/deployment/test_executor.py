@@ -1,4 +1,4 @@
-"""The executor of a SuperNode: the programs that it forks or starts, and the Flower commands that it needs."""
+"""Tests of the executor of a SuperNode: the programs that it forks or starts, and the Flower commands that it needs."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The connection to the nodes over Flower: the sender of each answer, and the identity of each node."""
+"""Tests of the connection to the nodes over Flower: the sender of each answer, and the identity of each node."""
 
 import threading
 import time
@@ -13,7 +13,7 @@ from lightning_fcl.deployment.messages import GridLink, Parcel, to_record, unpac
 
 
 class Grid:
-    """A replacement of Flower's grid that answers each message with a given function."""
+    """A replacement of Flower's grid. A given function answers each message."""
 
     def __init__(self, answers):
         self.sent, self.answers = {}, answers
@@ -30,7 +30,7 @@ class Grid:
 
 @pytest.fixture
 def app(monkeypatch):
-    """Set the task identity that Flower's server has, so that messages can be made in this process."""
+    """Give this process the task identity of Flower's server, so that the process can make messages."""
     for name in ("run_id", "node_id", "task_id"):
         monkeypatch.setattr(TaskIdentity, f"_{name}", 1)
 
@@ -54,7 +54,7 @@ def test_nodes_are_identified_by_public_key():
 
 
 def test_answers_ignore_forged_sender_and_message(app):
-    """The SuperLink reports nodes that are gone. A node can write any sender into its answer."""
+    """The SuperLink itself reports nodes that are gone. A node can write any sender into its own answer."""
 
     def answers(message):
         node = message.metadata.dst_node_id

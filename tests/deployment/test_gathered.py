@@ -1,4 +1,4 @@
-"""A server rejects modules whose state depends on values that steps gather in training."""
+"""Tests that a server rejects modules whose training steps gather values that change the state."""
 
 import pytest
 

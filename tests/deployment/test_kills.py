@@ -1,4 +1,4 @@
-"""SuperNodes, executors and the SuperLink are killed or stopped at random times, and started again."""
+"""Tests that kill or stop SuperNodes, executors and the SuperLink at random times, and start them again."""
 
 import os
 import random
@@ -57,7 +57,10 @@ def test_killed_and_restarted_processes_equal_simulation(connected, moments):
         at.supernode(client, one.config(client))
 
     def rest(client):
-        """Stop a client's executor while it sends nothing. A SuperNode with a part of an answer would wait forever."""
+        """Stop a client's executor while the executor sends nothing.
+
+        Otherwise, a SuperNode with a part of an answer waits forever.
+        """
         at.signal(f"{client}-stays", signal.SIGSTOP)
         time.sleep(1)
         while at.sends(client):
@@ -117,7 +120,7 @@ def test_restarted_supernode_rejoins_while_others_continue(connected, moments):
     assert len(rounds) == ROUNDS and there[0] and not all(there)
     assert any(there[there.index(False) :])
     assert all(len(round_idx["upload_bytes"]) >= 2 for round_idx in rounds)
-    # No round has duplicate claims if the new SuperNode needed a long time to start.
+    # There are no duplicate claims if the new SuperNode needed a long time to start.
     claimed = [round_idx["duplicate_claims"] for round_idx in rounds if "duplicate_claims" in round_idx]
     assert all(claims.keys() == {lost} and len(claims[lost]) == 2 for claims in claimed)
     assert one.begun(lost) == ROUNDS - 1 and kept_by(one, lost)["Replay"]

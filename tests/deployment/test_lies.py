@@ -1,4 +1,7 @@
-"""Invalid answers of one client end no round. The result is bitwise identical to the honest clients' model."""
+"""Tests that invalid answers of one client end no round.
+
+The result is bitwise identical to the honest clients' model.
+"""
 
 import json
 import random
@@ -29,7 +32,7 @@ def prepared(rehearsal):
 
 @pytest.fixture
 def honest(prepared, wire):
-    """Return the model of clients 0 and 2, without the malicious client 1."""
+    """Return the model that clients 0 and 2 train without the malicious client 1."""
     link = wire([prepared.node("0"), prepared.node("2")])
     fit = prepared.serve(link, min_clients=2)
     (prepared.folder / "deployed").rename(prepared.folder / "honest")
@@ -57,7 +60,7 @@ def lying(wire, lies):
 
 
 def reasons(caplog, round_idx):
-    """Return the logged reasons why answers of client 1 were not accepted in a round."""
+    """Return the logged reasons for rejecting answers of client 1 in a round."""
     beginning = f"Round {round_idx}: problem with client 1: "
     said = [record.getMessage() for record in caplog.records]
     return [line.removeprefix(beginning) for line in said if line.startswith(beginning)]
@@ -187,7 +190,7 @@ def damaged(rng, data):
 
 
 def mutated(rng, message, others):
-    """Return a message with one or two random changes."""
+    """Return a copy of the message with one or two random changes."""
     if rng.random() < 0.3:
         message = rng.choice(list(KINDS.values()))[0](message)
     for _ in range(rng.randrange(1, 3)):
@@ -209,7 +212,7 @@ def mutated(rng, message, others):
 
 @pytest.mark.slow
 def test_random_invalid_messages_change_nothing(prepared, honest, wire, same, caplog):
-    """The server's decoder rejects each message, or the message could be from an honest client."""
+    """The server's decoder rejects each message, except messages that an honest client could send."""
     seed = random.SystemRandom().randrange(10**6)
     print(f"seed {seed}")
     rng, may, sent = random.Random(seed), [], []
@@ -246,7 +249,7 @@ def test_random_invalid_messages_change_nothing(prepared, honest, wire, same, ca
 @pytest.mark.seconds
 @pytest.mark.parametrize("rule", ["mean", "median", "TrimmedMean", "Krum"])
 def test_robust_reductions_bound_malicious_upload(rule, rehearsal, wire):
-    """The aggregate of two honest uploads and a large one is between the honest ones. A mean is not."""
+    """The aggregate of two honest uploads and a large upload lies between the honest uploads. A mean does not."""
     where = "lightning_fcl.federation.robust"
     kinds = {"TrimmedMean": {"trim": 0.34}, "Krum": {"num_malicious_clients": 1}}
     chosen = {"class_path": f"{where}.{rule}", "init_args": kinds[rule]} if rule in kinds else rule

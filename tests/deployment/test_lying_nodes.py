@@ -1,4 +1,7 @@
-"""Malicious SuperNodes send each kind of invalid answer over a real SuperLink, and do not change the model."""
+"""Tests that malicious SuperNodes do not change the model.
+
+They send each kind of invalid answer over a real SuperLink.
+"""
 
 import re
 import shutil

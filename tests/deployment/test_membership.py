@@ -1,4 +1,4 @@
-"""Nodes with unexpected client names, and clocks that differ, on a real SuperLink."""
+"""Tests of nodes with unexpected client names, and of clocks that differ, on a real SuperLink."""
 
 import re
 import time
@@ -16,7 +16,7 @@ NAMES = {"0": "plant-a", "1": "plant-b", "2": "plant-c"}
 
 @pytest.fixture
 def linked(rehearsal, machines):
-    """Return a recipe of one round, and a SuperLink with SuperNodes whose client names are not in the recipe."""
+    """Return a recipe of one round and a SuperLink. The recipe does not contain the client names of the SuperNodes."""
     one, at = rehearsal({"trainer": {"max_epochs": 1}}), machines()
     one.simulate()
     at.link()
@@ -39,7 +39,7 @@ def test_flwr_run_stream_shows_ignored_nodes_setting_and_rounds(linked):
         )
     expected = "Expected at least 3 of the clients 0, 1, 2 to join within 150 s, but none joined. Ignored 3 connected"
     assert expected in said
-    # A node that connects late is missing in the first lists. The last list is complete, after the waiting time.
+    # The first lists may lack a node that connects late. The last list, after the waiting time, is complete.
     listed = re.findall(
         r"To train the clients of these nodes, set `data` and clients=\"(.*?)\" in the run configuration", said
     )

@@ -1,4 +1,4 @@
-"""Messages are read without changes, and damaged messages are rejected."""
+"""Tests that undamaged messages are read without changes, and that damaged messages are rejected."""
 
 import pytest
 import torch

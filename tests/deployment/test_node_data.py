@@ -1,4 +1,4 @@
-"""Data of nodes and servers: samples are identical to those of the simulation, and invalid files are rejected."""
+"""Tests of the data of nodes and servers: samples equal those of the simulation, and invalid files raise an error."""
 
 import json
 import sys
@@ -67,7 +67,7 @@ class Trains(L.LightningDataModule):
 
 @pytest.fixture(autouse=True)
 def sensors(tmp_path, monkeypatch):
-    """Write user-defined data modules to a module in the import path."""
+    """Write a module with user-defined data modules, which tests can import."""
     (tmp_path / "sensors.py").write_text(SENSORS)
     monkeypatch.syspath_prepend(tmp_path)
     yield
@@ -79,7 +79,7 @@ COLUMNS = {"target": ["label"], "features": ["a", "b"]}
 
 
 def arrays():
-    """Return inputs in single precision, labels and owners of the samples of two clients."""
+    """Return the inputs in single precision, the labels and the owners of the samples of two clients."""
     rng = np.random.default_rng(0)
     return rng.normal(size=(80, 2)).astype(np.float32), LABELS[rng.integers(4, size=80)], np.arange(80) % 2
 
@@ -106,7 +106,7 @@ FILES = {"npz": write_npz, "csv": write_csv, "parquet": write_parquet}
 
 
 def node_of(stream, client, source):
-    """Return the stream of a node. The outline of the server is converted to JSON and back."""
+    """Return the stream of a node. The outline from the server is encoded as JSON and decoded."""
     outline = ClientOutline.from_dict(json.loads(json.dumps(asdict(make_outline(stream, client)))))
     node = FederatedStream(seed=stream.seed, batch_size=8)
     set_node_data(node, read_data(source, stream.seed), outline)
@@ -114,7 +114,7 @@ def node_of(stream, client, source):
 
 
 def rounds_of(stream, client):
-    """Return the samples of each round of a client in their order."""
+    """Return the ordered samples of a client for each round."""
     there = [number for number in range(stream.plan.num_rounds) if client in stream.plan.train[number]]
     return {number: stream.client_samples(client, number, 0) for number in there}
 
@@ -207,7 +207,10 @@ def test_read_data_wrong_module_argument_names_node_config():
 
 
 def test_node_config_sets_columns_and_arguments():
-    """The node config overrides the run configuration, in which Flower requires each name."""
+    """Values of the node config override the run configuration.
+
+    Flower requires each of these names in the run configuration.
+    """
     from types import SimpleNamespace
 
     run = {"target": "label", "features": "a, b", "init_args.window": 5, "data": "server.csv", "clients": ""}
@@ -374,7 +377,7 @@ def test_serve_stationary_with_node_files_equals_simulation(rehearsal, wire, sam
     }
     model = {"init_args": {"num_classes": 4, "model": {"init_args": {"sizes": [2, 4, 4]}}}}
     one = rehearsal({**({"model": model} if kind == "labels" else REGRESSION), "data": data})
-    # The clients use the CSV files, so no split is written.
+    # The clients read the CSV files, so the simulation need not write a split.
     one.split = lambda: None
     simulated = one.simulate()
     names, source = ["0", "1", "2"], DataSource(str(tmp_path / "server.csv"))

@@ -1,4 +1,4 @@
-"""Damaged files of a node are computed again if possible. Otherwise, one error names the fix."""
+"""Tests of damaged files of a node. The node computes them again if possible. Otherwise, one error contains the fix."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ def train(folder, rounds):
 
 
 def state_before(folder, number):
-    """Return the trained rounds in the client state that a round starts from."""
+    """Return the numbers of the rounds that the client has trained, from the client state at the start of a round."""
     kept = ClientStore("disk", client_state_folder(folder, "a", number))["a"]
     return kept[PROGRESS]["rounds"].tolist() if kept else []
 

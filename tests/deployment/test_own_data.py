@@ -1,4 +1,4 @@
-"""Cache of the number of a node's samples, so that a node does not read its data for each message."""
+"""Tests of the cached number of a node's samples. With the cache, a node does not read its data for each message."""
 
 import os
 
@@ -15,7 +15,7 @@ def save(path, samples):
 
 
 def overwrite(path, content):
-    """Overwrite a file without a change of its size and time."""
+    """Overwrite a file, and keep its size and modification time."""
     told = path.stat()
     path.write_bytes(content[: told.st_size].ljust(told.st_size, b"\0"))
     os.utime(path, ns=(told.st_atime_ns, told.st_mtime_ns))

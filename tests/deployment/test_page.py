@@ -1,4 +1,4 @@
-"""Run the commands of docs/deploy.md in an empty folder, as a new user does."""
+"""Tests that run the commands of docs/deploy.md in an empty folder, as a new user does."""
 
 import re
 import shlex
@@ -20,7 +20,7 @@ PAGE = Path(lightning_fcl.__file__).parents[1] / "docs" / "deploy.md"
 
 
 class Page:
-    """The code blocks of the page. The folder and the ports of a test replace the folder and the ports of the page."""
+    """The code blocks of docs/deploy.md. The test replaces the folder and the ports of the page by its own."""
 
     def __init__(self, folder, ports):
         text = PAGE.read_text().replace("/data", str(folder))
@@ -32,14 +32,14 @@ class Page:
         return re.findall(rf"^```{language}\n(.*?)^```$", self.sections[section], re.MULTILINE | re.DOTALL)
 
     def command(self, section, beginning):
-        """Return the words of the only command of a section with this beginning."""
+        """Return the words of the only command in a section that starts with `beginning`."""
         lines = "".join(self.blocks(section, "bash")).splitlines()
         (line,) = [line for line in lines if line.startswith(beginning)]
         return shlex.split(line)
 
 
 def write_files(folder, blocks):
-    """Write each block to the file that its first line names, if there is one."""
+    """Write each block whose first line names a file to this file."""
     for block in blocks:
         if name := re.match(r"# ([\w-]+\.\w+)\n", block):
             (folder / name[1]).write_text(block)

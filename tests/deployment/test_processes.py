@@ -1,4 +1,4 @@
-"""A recipe in Flower's simulation, and on SuperNodes with registered keys and TLS, as docs/deploy.md describes."""
+"""Tests of a recipe in Flower's simulation, and on SuperNodes with registered keys and TLS, as in docs/deploy.md."""
 
 import re
 import shlex
@@ -28,7 +28,10 @@ def test_app_in_flower_simulation_equals_simulation(rehearsal, machines):
 
 
 def made(folder, program, node="0"):
-    """Run the commands of the page that start with a program, to make certificates or keys. Return the folder."""
+    """Run the commands of the page for making certificates or keys, which start with a given program.
+
+    Return the folder.
+    """
     folder.mkdir(exist_ok=True)
     for line in re.findall(rf"^{program} .*$", PAGE.read_text(), re.MULTILINE):
         subprocess.run(shlex.split(line.replace("node0", f"node{node}")), cwd=folder, check=True, capture_output=True)

@@ -1,4 +1,4 @@
-"""Messages, data and settings that a server and its nodes reject, with the reason."""
+"""Tests of messages, data and settings that a server and its nodes reject. The error contains the reason."""
 
 import os
 import re
@@ -26,7 +26,7 @@ def deployed(rehearsal):
 
 @pytest.fixture
 def asked(deployed, wire):
-    """Return a node, and the message that it got for its training."""
+    """Return a node, and the first message with a state that the node got."""
     link = wire(deployed.nodes())
     deployed.serve(link, min_clients=3)
     number, sent = next((number, parcel) for number, parcel in link.asked if parcel.state)
@@ -85,7 +85,8 @@ def test_server_rejects_missing_data_and_duplicate_client(deployed, wire, caplog
     found, claims = round_idx["dropped"], round_idx["duplicate_claims"]
     assert claims.keys() == {"2"} and set(claims["2"]) == {"9", "10"}
     assert found.keys() == {"1"} and "got the error `unusable-data`" in found["1"]
-    assert "nowhere" not in found["1"] and "there is no file" in caplog.text  # The text is in the log of the node.
+    # The details of the error are in the log of the node only.
+    assert "nowhere" not in found["1"] and "there is no file" in caplog.text
 
 
 @pytest.mark.seconds
@@ -100,7 +101,7 @@ def test_node_asked_again_does_not_read_data_again(deployed):
     os.utime(path, ns=(told.st_atime_ns, told.st_mtime_ns))
     assert (
         deployed.node("1").answer(hello).header["samples"] == samples
-    )  # Another process does not read the data either.
+    )  # A new node, as after a restart, does not read the data either.
     path.write_bytes(b"")
     assert node.answer(hello).header["refused"] == "unusable-data"
 

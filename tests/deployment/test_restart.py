@@ -1,4 +1,4 @@
-"""Resuming a server from its newest checkpoint and nodes from their states, and clients that join late or leave."""
+"""Tests of a server that resumes from its newest checkpoint, nodes that resume from their states, and late clients."""
 
 import shutil
 import sys
@@ -19,7 +19,7 @@ class LostError(Exception):
     "answered", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(3, marks=pytest.mark.slow)]
 )
 def test_server_and_nodes_killed_in_round_resume_identically(answered, rehearsal, wire, same):
-    """Nodes that had trained already repeat the round from the client state before the round."""
+    """Nodes that have already trained in the round train it again, from the client state before the round."""
     one = rehearsal(REPLAY)
     simulated = one.simulate()
     number = len(one.clients)
@@ -46,7 +46,7 @@ def test_server_and_nodes_killed_in_round_resume_identically(answered, rehearsal
 
 @pytest.mark.seconds
 def test_key_keeps_its_client_after_server_restart(rehearsal, wire, caplog):
-    """With registered keys, another key cannot claim the client either."""
+    """With registered keys, a node with another key cannot claim the client either."""
     one = rehearsal()
     one.simulate()
 
@@ -59,7 +59,7 @@ def test_key_keeps_its_client_after_server_restart(rehearsal, wire, caplog):
     with pytest.raises(LostError):
         one.serve(Lost(one.nodes()), min_clients=3)
     link = wire([one.node("0"), one.node("2")])
-    # Node 11 has a new key.
+    # Node 11 claims client 1 with a new key.
     link.reached[11] = one.node("1")
     one.serve(link, min_clients=1, require_registered_keys=True)
     assert (
@@ -186,7 +186,7 @@ def test_invalid_aggregate_does_not_overwrite_last_good_checkpoint(
 
 @pytest.mark.seconds
 def test_node_rejects_round_before_its_latest_round(rehearsal, wire, caplog):
-    """Nodes reject a server that goes back by two rounds. A server without checkpoints starts a new federation."""
+    """A node rejects a server that goes back by two rounds. A server without checkpoints starts a new federation."""
     one = rehearsal()
     one.simulate()
     nodes = one.nodes()
@@ -205,7 +205,7 @@ RARE = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args"
 
 
 def lost_in(wire, number):
-    """Return a link class that simulates a crash of the server when it sends a round."""
+    """Return a link class with a simulated crash: the server crashes when it sends the messages of a round."""
 
     class Lost(wire):
         def send(self, parcels, seconds):
@@ -250,7 +250,10 @@ def test_serve_checkpoint_older_than_record_raises(rehearsal, wire):
 
 @pytest.mark.seconds
 def test_serve_excludes_and_names_client_of_later_round(rehearsal, wire, caplog):
-    """The server's folder is a copy of an earlier state. Record and checkpoint match, but client 0 is ahead."""
+    """The server uses a copy of its earlier folder.
+
+    Record and checkpoint match, but client 0 has trained a later round.
+    """
     one = rehearsal()
     one.simulate()
     with pytest.raises(LostError):

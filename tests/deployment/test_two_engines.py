@@ -1,4 +1,4 @@
-"""A simulation and a deployment of one recipe on the same split are bitwise identical."""
+"""Tests that a simulation and a deployment of one recipe on the same split are bitwise identical."""
 
 import shutil
 import sys
@@ -153,7 +153,7 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def waves(tmp_path, monkeypatch):
-    """Write user-defined classes to a module in the import path."""
+    """Write a module with user-defined classes, which tests can import."""
     (tmp_path / "waves.py").write_text(WAVES)
     monkeypatch.syspath_prepend(tmp_path)
     yield
@@ -267,7 +267,10 @@ def test_server_with_recipe_data_equals_simulation(rehearsal, wire, same):
 
 @pytest.mark.seconds
 def test_node_reads_only_its_own_file(rehearsal, wire, same):
-    """While a node answers, only its own file exists. The files of other clients and of the server are moved away."""
+    """While a node answers, only its own data file exists.
+
+    The files of the other clients and of the server are moved away.
+    """
     one = rehearsal()
     simulated = one.simulate()
     data, away = one.folder / "data", one.folder / "away"

@@ -41,7 +41,10 @@ def model(images):
 
 @pytest.fixture(scope="module")
 def files(model, images, tmp_path_factory):
-    """Export the int8 backbone and the whole classifier. Return paths, measured differences, and modules."""
+    """Export the int8 backbone and the whole classifier.
+
+    For each, return the path, the measured difference and the module.
+    """
     folder = tmp_path_factory.mktemp("onnx")
     parts = {"backbone": model.backbone, "whole": model}
     return {
@@ -87,7 +90,8 @@ def test_export_onnx_int8_file_contains_int8_weights(files, model):
     assert all((a.shape == b.shape and (a == b).all()) for a, b in zip(weights, expected, strict=True))
     assert not any(value.dtype == "float32" and value.ndim > 1 for value in stored)
     counts = Counter(node.op_type for node in graph.node)
-    # There is one pair per activation, and one more DequantizeLinear for each weight and each bias.
+    # Each activation has a pair of QuantizeLinear and DequantizeLinear. Each weight and bias has another
+    # DequantizeLinear.
     assert counts == {"Conv": 14, "QuantizeLinear": 15, "DequantizeLinear": 15 + 2 * 14}
     in_float = 4 * sum(value.size for value in weights)
     assert 0.25 * in_float < path.stat().st_size < 0.6 * in_float

@@ -95,12 +95,12 @@ def test_device_report_federated_epoch_equals_paper(report):
 
 
 def test_device_report_memory_equals_paper(report):
-    # Weights and folded bias, input, and output.
+    # The sum has the elements of the weights with the folded bias, of the input, and of the output.
     pointwise = 4 * (64 * 80 + 80 + 64 * 12 + 80 * 12)
     learning = report["memory"]["learning"]
     assert learning["bytes"] == pointwise == pytest.approx(29_000, rel=0.05)
     assert learning["layer"] == "model.head.pointwise.convolution"
-    # In addition, the gradients of the weights and of the output. The frozen backbone needs no gradient.
+    # `at_once` also includes the gradients of the weights and of the output. The frozen backbone needs no gradient.
     assert learning["at_once"] == pointwise + 4 * (64 * 80 + 80 + 80 * 12)
     assert report["memory"]["inference"] == {
         "bytes": 32 * 24 * (16 + 32),
@@ -144,7 +144,7 @@ def test_device_report_dsicnet_parameters_and_bytes(report):
     assert report["bytes"]["all_fp32"] == 4 * (weights + channels + trained)
     sync = report["synchronisation"]
     assert sync["upload_bytes"] == sync["download_bytes"] == 4 * trained
-    # Weight, bias, mean and variance of 80 channels instead of 80 biases, and a counter of 8 bytes.
+    # Each of the 80 channels has a weight, bias, mean and variance instead of one bias. A counter takes 8 bytes.
     assert sync["simulated_upload_bytes"] == sync["simulated_download_bytes"] == 4 * (trained + 3 * 80) + 8
 
 
@@ -178,7 +178,7 @@ def test_device_report_local_parameters_are_not_transmitted():
     assert report["parameters"]["trained"] == 5 * 4 + 4
     assert report["synchronisation"]["upload_bytes"] == 0
     assert report["synchronisation"]["download_bytes"] == 4 * (6 * 5 + 5)
-    # Every device has frozen parameters from the published model.
+    # Every device already has the frozen parameters of the published model, so they are not transmitted.
     task.model[1].requires_grad_(False)
     report = device_report(task, (6,))
     assert report["parameters"]["frozen"] == 6 * 5 + 5
@@ -188,7 +188,7 @@ def test_device_report_local_parameters_are_not_transmitted():
 def test_footprint_batch_norm_folds_only_into_layer_before():
     convolution = nn.Conv2d(1, 4, 3)
     folded = measure_footprint(nn.Sequential(convolution, nn.BatchNorm2d(4)), (1, 5, 5))
-    # The convolution already has a bias.
+    # Folding adds no parameters, because the convolution already has a bias.
     assert folded.num_elements(trained=True) == 4 * 9 + 4
     bare = measure_footprint(nn.Sequential(nn.Conv2d(1, 4, 3, bias=False), nn.BatchNorm2d(4, affine=False)), (1, 5, 5))
     assert bare.num_elements(trained=True) == 4 * 9 + 4
@@ -222,7 +222,7 @@ def test_footprint_int8_layer_is_counted_unchanged():
 def test_macs_of_dsicnet_equal_hand_count(dsicnet, report):
     assert report["macs"]["frozen_forward"] == BACKBONE_MACS
     assert report["macs"]["trained_forward"] == HEAD_MACS
-    # Gradients of the weights of both layers, and of the input of the classifier.
+    # The sum has the gradients of the weights of both layers, and of the input of the classifier.
     assert report["macs"]["learning"] == HEAD_MACS + 80 * 10
     whole = measure_footprint(dsicnet, IMAGE)
     forward, backward = hand_macs([9 * STEM[0] * 16, BACKBONE_MACS + HEAD_MACS - 9 * STEM[0] * 16])
@@ -287,10 +287,10 @@ def test_device_report_lists_uncounted_layers():
 
 def test_device_report_memory_of_small_network_equals_hand_count():
     net = nn.Sequential(
-        # Frozen, from 2 x 8 to 3 x 8.
+        # A frozen layer that maps 2 x 8 values to 3 x 8 values.
         nn.Conv1d(2, 3, 3, padding=1),
         nn.ReLU(),
-        # Trained, from 3 x 8 to 4 x 8.
+        # A trained layer that maps 3 x 8 values to 4 x 8 values.
         nn.Conv1d(3, 4, 1),
         nn.ReLU(),
         nn.Flatten(),
@@ -460,7 +460,7 @@ def test_device_report_custom_profile_and_link(dsicnet, tmp_path):
     assert report["device"]["name"] == "mine"
     assert report["time"]["local_epoch_s"] == pytest.approx(0.3568)
     assert report["synchronisation"]["upload_s"] == pytest.approx(24.04 / 2)
-    # A single memory also contains the largest layer.
+    # If the device has only one memory, this memory also stores the values of the largest layer.
     need = report["memory"]["ram"] + report["memory"]["tcdm"]["bytes"]
     assert report["fits"] == {"ram": {"need": need, "have": 100_000, "fits": False}}
 

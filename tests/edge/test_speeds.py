@@ -1,4 +1,4 @@
-"""Tests of the speeds of clients that have the same device."""
+"""Tests of the simulated speeds of clients that run on the same type of device."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from lightning_fcl.models import MLP, DSICNet
 
 @pytest.mark.parametrize("reductions", [{}, {"backbone.*": "constant"}])
 def test_device_speeds_client_time_equals_device_report(reductions):
-    """Tests the time of an epoch, an upload and a download of a single node."""
+    """The time of a single node is the sum of one epoch, one upload and one download."""
     model, shape = DSICNet(num_classes=10), (1, 64, 48)
     report = device_report(model, shape, reductions=reductions, samples=28)
     speeds = device_speeds(model, shape, reductions=reductions)

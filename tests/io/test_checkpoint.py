@@ -1,4 +1,4 @@
-"""Reading of checkpoints: undamaged files of tensors and plain values are accepted, all others raise one error."""
+"""Tests that checkpoints of tensors and plain values can be read. All other files raise one error."""
 
 import io
 import os
@@ -80,7 +80,7 @@ def test_read_checkpoint_damaged_raises_and_names_the_newest_undamaged(tmp_path,
     with raises(DamagedFileError, value=path) as refused:
         read_checkpoint(read, path)
     assert not marker.exists()
-    if newest_checkpoint(tmp_path) != path:  # some zip files are undamaged but have other content
+    if newest_checkpoint(tmp_path) != path:  # Some changed zip files are still valid checkpoints.
         assert str(refused.value).endswith(f"Use {tmp_path / 'new.ckpt'}, the newest undamaged one there.")
 
 

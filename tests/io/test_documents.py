@@ -1,4 +1,4 @@
-"""YAML documents are checked for limits before they are loaded."""
+"""Tests that YAML documents are checked for limits before they are loaded."""
 
 import os
 from contextlib import suppress
@@ -33,7 +33,7 @@ def test_read_yaml_malicious_document_raises(tmp_path, text, monkeypatch):
     with pytest.raises(ValueError, match=EVIL[text] if len(text) <= MAX_SIZE else "above the limit of 1000000"):
         read_yaml(path)
     assert not (tmp_path / "marker").exists()
-    if "python/object" not in text:  # this document is well-formed, and only loading rejects it
+    if "python/object" not in text:  # Only loading rejects this document, because it is well-formed YAML.
         with pytest.raises(yaml.YAMLError, match=EVIL[text]):
             check_yaml(text)
 

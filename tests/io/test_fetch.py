@@ -1,4 +1,4 @@
-"""Downloads are verified, and archives are unpacked completely or not at all."""
+"""Tests of downloads: files are verified, and archives are unpacked completely or not at all."""
 
 import re
 import sys
@@ -26,7 +26,7 @@ def source(archive: str, **changes) -> Source:
 @pytest.mark.parametrize("kind", ["", "md5:"])
 @pytest.mark.parametrize("archive", ARCHIVES)
 def test_source_download_archive_once_and_unpacks(tmp_path, serve, archive, kind):
-    """An existing npz file does not replace the original folder."""
+    """The original folder is downloaded although an npz file exists."""
     served, _, asked = serve(source(archive, digest=kind), archive, FILES | {"README": b""})
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "x.npz").touch()

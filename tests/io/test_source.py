@@ -1,4 +1,4 @@
-"""Files of a source are found by their layouts, and are downloaded only if their digest is published."""
+"""Tests that the layouts of a source find its files, and that downloads require a published digest."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""Files survive a power failure: the data are synchronized first, then the new name, then the folder."""
+"""Tests that files survive a power failure. First the data are synchronized, then the new name, then the folder."""
 
 import os
 
@@ -71,7 +71,7 @@ def test_client_store_syncs_once_per_round_unless_temporary(tmp_path, calls):
         for _ in range(2):
             calls.clear()
             store.start_round()
-            for client in ("a", "b", "a"):  # client "a" is written twice in the round
+            for client in ("a", "b", "a"):  # Client "a" is written twice in the round.
                 store[client] = state
             assert not [call for call in calls if call[0] == "sync"]
             store.commit_round()

@@ -1,4 +1,4 @@
-"""Shared parts of the fault-injection cases: command processes, their outcomes, and their results."""
+"""Shared parts of the fault-injection cases: processes of commands, outcomes of cases, and results of runs."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from lightning_fcl.runs.paper_rows import recipes_folder
 
 ROOT = Path(__file__).parents[2]
 KINDS = ("fine", "raw traceback", "silent difference", "hang", "orphan", "left-over", "wrong ending")
-PATIENCE = 300  # seconds until a process counts as hanging
-CALL = 120  # seconds until a command within this process counts as hanging
+PATIENCE = 300  # Number of seconds after which a process counts as hanging.
+CALL = 120  # Number of seconds after which a command within this process counts as hanging.
 MARK = "LIGHTNING_FCL_RELIABILITY"  # environment variable of each process that a case starts
 
 
@@ -68,7 +68,10 @@ class Ended:
     early: bool
 
     def wrong(self, what: str, codes: set[int]) -> Outcome | None:
-        """Return the outcome if the process failed or its exit code is not in ``codes``, otherwise None."""
+        """Return the outcome if the process has a fault or its exit code is not in ``codes``, otherwise None.
+
+        The faults are hanging, a raw traceback, and orphans.
+        """
         raw = "Traceback (most recent call last)" in self.said or "Exception ignored" in self.said
         for kind, is_so in (
             ("hang", self.hung),
@@ -184,7 +187,7 @@ class Said:
     text: str
 
     def wrong(self, what: str) -> Outcome | None:
-        """Return the outcome if the command neither succeeded nor stopped with one error message, otherwise None."""
+        """Return None if the command succeeded or stopped with one error message, otherwise the outcome."""
         if self.code == 0:
             return None
         if self.code != 2:
@@ -258,7 +261,7 @@ def small_recipe(folder: Path) -> list[str]:
 
 
 def comes_to(folder: Path) -> dict[str, object]:
-    """Return the results in the output folder of a command: numbers of each run, and names of the other files."""
+    """Return the results in the output folder of a command: the numbers of each run and the names of other files."""
     out = folder / "out"
     found: dict[str, object] = {}
     for path in sorted(out.rglob("*")):
@@ -279,6 +282,6 @@ def comes_to(folder: Path) -> dict[str, object]:
 
 
 def same(expected: dict[str, object], found: dict[str, object], what: str) -> Outcome:
-    """Return the outcome of a comparison between the expected and the found results."""
+    """Compare the results, and return the outcome "fine" or "silent difference"."""
     other = [name for name in {**expected, **found} if expected.get(name) != found.get(name)]
     return Outcome("silent difference", what, ", ".join(other)) if other else Outcome("fine", what)

@@ -1,4 +1,4 @@
-"""Cases of damaged files: changed bytes in checkpoints and searches, copied run folders, and unusable files."""
+"""Fault-injection cases with damaged files: changed bytes, copied run folders, and files that are not usable."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ def change_byte(path: Path, rng: random.Random) -> str:
 
 
 def checkpoint_byte(campaign: Campaign, rng: random.Random, folder: Path) -> Outcome:
-    """Change one byte of a checkpoint and resume from it: the fit raises an error or has the same results."""
+    """Change one byte of a checkpoint and resume from the checkpoint.
+
+    The fit must raise an error or have the same results.
+    """
     words = Recipe(tuple(map(Path, small_recipe(folder)))).words
     half = campaign.once("half", lambda place: _half_way(words, place))
     checkpoint = folder / "half.ckpt"
@@ -53,7 +56,7 @@ def _half_way(words: list[str], place: Path) -> None:
 
 
 def results_byte(campaign: Campaign, rng: random.Random, folder: Path) -> Outcome:
-    """Change one byte in a file of a finished search and restart the search: it has the same results."""
+    """Change one byte in a file of a finished search and restart the search. The search must have the same results."""
     done = campaign.once("search", _search)
     shutil.copytree(done, folder, dirs_exist_ok=True)
     files = sorted(path for path in (folder / "out").rglob("*") if path.is_file() and path.stat().st_size)

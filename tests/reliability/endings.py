@@ -1,4 +1,7 @@
-"""Cases of interruptions: a command is killed at a random time, or its disk is full. Then it is started again."""
+"""Fault-injection cases with interruptions.
+
+A command is killed at a random time or has a full disk, and starts again.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +44,10 @@ class Work:
 
 
 def works(folder: Path) -> list[Work]:
-    """Return the commands to interrupt: the quickstart as a fit, with a client store on disk, and as a search.
+    """Return the commands to interrupt.
 
-    Papers are included if their data sets are available.
+    The commands are a fit of the quickstart, a fit with a client store on disk, and a search. Rows of papers are included
+    if their data sets are available.
     """
     recipes = small_recipe(folder)
     words = tuple(Recipe(tuple(map(Path, recipes))).words)
@@ -84,7 +88,7 @@ PAPERS = {
 
 
 def whole(campaign: Campaign, work: Work) -> tuple[dict[str, object], float]:
-    """Return the results of an uninterrupted command, and its run time in seconds."""
+    """Return the results and the run time in seconds of an uninterrupted command."""
 
     def run(folder: Path) -> None:
         ended = Command(folder, work.first()).end()

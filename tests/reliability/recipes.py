@@ -1,4 +1,4 @@
-"""Cases of changed recipes: the recipe runs, or raises one error message."""
+"""Fault-injection cases with changed recipes. A recipe must run or raise one error message."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ VALUES = st.one_of(
     st.integers(-3, 30),
     st.floats(-2, 2),
     st.text(max_size=5),
-).map(copy.deepcopy)  # A later mutation may change the value in place.
+).map(copy.deepcopy)  # A later mutation may change the value in place, so each mutation uses a copy.
 
 
 def _places(content: object, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
@@ -105,7 +105,7 @@ def _mutated(seed: int, number: int) -> list[tuple[dict[str, Any], str]]:
 
 
 def mutated_recipe(campaign: Campaign, rng: random.Random, folder: Path) -> Outcome:
-    """Run a recipe with one to three changed places: it runs, or raises one error message."""
+    """Run a recipe with one to three changed places. The recipe must run or raise one error message."""
     mutated = _mutated(campaign.seed, campaign.numbers["recipes"])
     recipe, what = mutated[int(folder.name.rpartition("-")[2]) % len(mutated)]
     (folder / "mutated.yaml").write_text(yaml.safe_dump(recipe, allow_unicode=True))

@@ -53,7 +53,7 @@ CASES: dict[str, tuple[Callable[[Campaign, random.Random, Path], Outcome], int, 
     ),
     "recipes": (recipes.mutated_recipe, 500, "One to three places of a recipe are changed (hypothesis)."),
 }
-"""For each name: the function of the case, the default number of cases, and a description."""
+"""For each name of a case: the function, the default number of cases, and a description."""
 
 
 def report(seed: int, outcomes: dict[str, list[Outcome]], page: Path | None) -> str:
@@ -93,7 +93,7 @@ def _campaign(scratch: str, seed: int, numbers: tuple[tuple[str, int], ...]) -> 
 
 
 def run_case(scratch: str, seed: int, numbers: tuple[tuple[str, int], ...], name: str, index: int) -> Outcome:
-    """Run one case in an empty folder."""
+    """Run one case in an empty folder, and return its outcome."""
     campaign = _campaign(scratch, seed, numbers)
     folder = campaign.folder / f"{name}-{index}"
     folder.mkdir()
@@ -108,10 +108,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--cases", nargs="+", default=[f"{name}={number}" for name, (_, number, _) in CASES.items()])
-    parser.add_argument("--first", type=int, default=0, help="index of the first case")
-    parser.add_argument("--minutes", type=float, default=600, help="start no case after this number of minutes")
-    parser.add_argument("--processes", type=int, default=1, help="number of cases that run in parallel")
-    parser.add_argument("--write", type=Path, help="file of the page to write")
+    parser.add_argument("--first", type=int, default=0, help="start with the case of this index")
+    parser.add_argument("--minutes", type=float, default=600, help="stop starting cases after this number of minutes")
+    parser.add_argument("--processes", type=int, default=1, help="run this number of cases in parallel")
+    parser.add_argument("--write", type=Path, help="write the results to this Markdown page")
     options = parser.parse_args()
     print(f"seed {options.seed}", flush=True)
     numbers = tuple((name, int(number)) for name, number in (case.split("=") for case in options.cases))

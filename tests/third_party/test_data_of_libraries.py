@@ -1,4 +1,4 @@
-"""Data and modules of third-party libraries: training in a federation equals training in a plain Trainer."""
+"""Tests with data and modules of third-party libraries: training in a federation equals training in a plain Trainer."""
 
 import copy
 from collections.abc import Callable
@@ -60,7 +60,7 @@ def digits(client: int, samples: int = 10) -> tuple[np.ndarray, np.ndarray]:
 
 
 def monai() -> Library:
-    """A U-Net that segments digits, with batches of `MetaTensor`."""
+    """Return a U-Net that segments digits, and its data in batches of `MetaTensor`."""
     from monai.data import CacheDataset, DataLoader, list_data_collate
     from monai.losses import DiceCELoss
     from monai.networks.nets import UNet
@@ -88,7 +88,10 @@ def monai() -> Library:
 
 
 def hugging_face() -> Library:
-    """A classifier of mean word vectors. Sentences are padded to the longest sentence of their batch."""
+    """Return a classifier of mean word vectors and its data.
+
+    Sentences are padded to the longest sentence of their batch.
+    """
     import datasets
 
     def pad(batch: dict[str, list]) -> dict[str, torch.Tensor]:
@@ -115,7 +118,7 @@ def hugging_face() -> Library:
 
 
 class AugmentedDigits(Dataset):
-    """Digits of a client with an albumentations transform."""
+    """Digits of a client. An albumentations transform changes each digit."""
 
     def __init__(self, client: int, transform: Callable[..., dict[str, Any]]) -> None:
         self.images, self.labels = digits(client)
@@ -212,7 +215,7 @@ class Images(Dataset):
 
 
 def anomalib(**arguments: Any) -> Library:
-    """GANomaly: two optimizers, batch normalization, and a callback of the module that resizes each batch."""
+    """Return GANomaly with its data: two optimizers, batch normalization, and a callback that resizes each batch."""
     from anomalib.data import ImageBatch
     from anomalib.metrics import AUROC, Evaluator
     from anomalib.models import Ganomaly

@@ -1,4 +1,4 @@
-"""Hugging Face data sets: `Dataset` as data, `DatasetDict` as splits, and class names from `ClassLabel`."""
+"""Tests of Hugging Face data sets: `Dataset` as data, `DatasetDict` as splits, and class names from `ClassLabel`."""
 
 import numpy as np
 import pytest

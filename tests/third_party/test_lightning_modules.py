@@ -1,4 +1,4 @@
-"""Unchanged LightningModules and networks of third-party libraries: a federation equals plain Trainers."""
+"""Tests of unchanged third-party LightningModules and networks: training in a federation equals plain Trainers."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -88,7 +88,7 @@ class Images:
         class Module(NonGeoDataModule):
             mean, std = torch.tensor([100.0, 110, 120]), torch.tensor([50.0, 55, 60])
 
-            def train_dataloader(self):  # torchgeo's loader would shuffle.
+            def train_dataloader(self):  # The loader of torchgeo's data module would shuffle.
                 return DataLoader(self.train_dataset, self.batch_size)
 
         self._make = lambda rows=None: Module(Fields, BATCH, rows=rows)
@@ -109,7 +109,7 @@ def molecules() -> Stranger:
     from chemprop import nn as parts
 
     class Molecules(models.MPNN):
-        """Replaces the Noam schedule, which needs the number of steps in advance."""
+        """A chemprop model without its Noam schedule, which needs the number of steps in advance."""
 
         configure_optimizers = Steps.configure_optimizers
 
@@ -132,7 +132,7 @@ def series() -> Stranger:
 
 
 def views() -> Stranger:
-    """SimCLR with a memory bank of non-persistent buffers, from lightly's documentation."""
+    """Return SimCLR with a memory bank in non-persistent buffers, from lightly's documentation."""
     from lightly.loss import NTXentLoss
     from lightly.models.modules import SimCLRProjectionHead
 
@@ -188,7 +188,7 @@ def sentences(dropout: float = 0.0, checkpointing: bool = True) -> Stranger:
 
 def words() -> Stranger:
     class Words(LightningTransformer):
-        """Lightning's demo module, without the download of its text."""
+        """The demo module of Lightning, without the download of a text."""
 
         def prepare_data(self):
             pass

@@ -1,4 +1,4 @@
-"""Fixtures: a small zoo in a folder, and small runs."""
+"""Fixtures of the zoo tests: a small zoo in a folder, and small runs."""
 
 import pytest
 import torch

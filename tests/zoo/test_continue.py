@@ -1,4 +1,4 @@
-"""Tests of the continuation of published networks."""
+"""Tests that continue the training of published networks."""
 
 import copy
 from collections import Counter
@@ -37,7 +37,7 @@ def small(small_recipe):
 
 @pytest.fixture
 def fit(fit_small):
-    """Return a function that fits the small recipe, with changes, up to a round."""
+    """Return a function that fits the small recipe for a number of rounds, with changes to the recipe."""
 
     def run(folder, rounds, *changes, **recipes):
         return fit_small(folder, *changes, words=["--trainer.max_epochs", str(rounds)], **recipes)
@@ -47,11 +47,11 @@ def fit(fit_small):
 
 @pytest.fixture
 def as_packaged(monkeypatch, tmp_path):
-    """Return a function that makes the recipe of a run a recipe of the package."""
+    """Return a function that registers the recipe of a run as a recipe of the package."""
 
     def make(run, rounds):
         monkeypatch.setattr("lightning_fcl.zoo.verifying.recipes_folder", lambda: run.parent)
-        # Lightning writes the number of fitted rounds. The recipe has more rounds.
+        # Lightning writes the number of rounds of this fit to the config. The whole recipe has more rounds.
         config = yaml.safe_load((run / "config.yaml").read_text())
         config["trainer"]["max_epochs"] = rounds
         (run.parent / "recipe.yaml").write_text(yaml.safe_dump(config))
@@ -64,7 +64,7 @@ def as_packaged(monkeypatch, tmp_path):
 
 @pytest.fixture
 def published(tmp_path, monkeypatch, as_packaged, fit, small):
-    """Return a function that publishes a recipe's network after some rounds, and fits the recipe to its end."""
+    """Return a function that publishes a network after some rounds, and that also fits its recipe to the end."""
 
     def make(change, rounds, of=4, **recipes):
         monkeypatch.setenv("LIGHTNING_FCL_ZOO", str(tmp_path / "zoo"))
@@ -91,7 +91,7 @@ def same(module, state):
     ("more", "rounds"), [({}, 1), ({}, 2), ({}, 3), ({"strategy": {"init_args": {"server_optimizer": ADAM}}}, 2)]
 )
 def test_continue_without_client_state_is_bitwise_identical(published, more, rounds):
-    """Tests that the state of the server's optimizer is also restored."""
+    """The continuation also restores the state of the server's optimizer."""
     _, _, whole = published({"trainer": {**KEEPS_NOTHING["trainer"], **more}}, rounds)
     later = zoo.continue_from("mlp.part")
     assert later.round == rounds and later.trainer.max_epochs == 4
@@ -100,7 +100,7 @@ def test_continue_without_client_state_is_bitwise_identical(published, more, rou
 
 
 def check_going_on(run, whole, rounds):
-    """Check that the result is bitwise equal with client states, and different without them."""
+    """Check that the continued model is bitwise identical with client states, and different without client states."""
     later = zoo.continue_from("mlp.part", clients=next((run / "checkpoints").glob("*.ckpt")))
     assert later.round == rounds
     later.fit()
@@ -112,7 +112,7 @@ def check_going_on(run, whole, rounds):
 
 @pytest.mark.seconds
 def test_continue_with_client_states_is_bitwise_identical(published):
-    # Clients have teachers of FLwF-2T and replay buffers. Round 3 is in the middle of an experience.
+    # Each client has a teacher of FLwF-2T and a replay buffer. Round 3 is in the middle of an experience.
     _, run, whole = published({}, 3)
     check_going_on(run, whole, 3)
 
@@ -122,11 +122,13 @@ def test_continue_with_client_states_is_bitwise_identical(published):
 @pytest.mark.parametrize(
     ("paper", "names", "rounds", "of"),
     [
-        # After plasticity of the second experience, before its readout.
+        # The network is published in the second experience, after intrinsic plasticity and before the readout.
         pytest.param("fedclip", FEDCLIP, 3, 8, marks=pytest.mark.long),
-        # In the middle of the first session. Buffers contain feature maps of this session and of the base session.
+        # The network is published in the middle of the first session. Replay buffers contain feature maps of this
+        # session and of the base session.
         pytest.param("odfcl", ODFCL, 1, 4, marks=pytest.mark.long),
-        # In the middle of the second task. Clients have heads and memories of the first task.
+        # The network is published in the middle of the second task. Clients have heads and client states of the first
+        # task.
         ("fedvit", FEDVIT, 3, 4),
     ],
 )
@@ -151,7 +153,7 @@ def test_publish_contains_no_client_state(published, tensors_of):
     ]
     holders = Counter(row for own in rows for row in set(own))
     single = [row for row, clients in holders.items() if clients == 1 and len(set(row)) > 3]
-    # Rows of teachers and replay samples.
+    # These rows are from the teachers and replay samples of a single client.
     assert len(single) > 50
     for row in single:
         assert not (numbers.unfold(0, len(row), 1) == torch.tensor(row, dtype=torch.float64)).all(dim=1).any()
@@ -173,7 +175,7 @@ FOUR = {"data": {"partition": {"class_path": "IID", "init_args": {"num_clients":
 
 @pytest.mark.seconds
 def test_continue_readout_of_packaged_backbone_is_bitwise_identical(published):
-    # After 3 rounds, 6 of 10 digits are learned.
+    # After 3 rounds, the model has trained on 6 of 10 digits.
     folder, run, whole = published(FOUR, 3, 5, recipes=LITE0)
     readout = {f"readout.{name}" for name in ("A", "B", "n", "tag", "weight")}
     assert read_tensors(folder / WEIGHTS).keys() == {"weight"}

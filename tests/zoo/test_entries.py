@@ -1,4 +1,4 @@
-"""Tests of each network of the zoo: agreement with its card, size, and privacy."""
+"""Tests of the networks of the zoo: they match their cards, are small, and do not name persons."""
 
 import copy
 import subprocess
@@ -29,7 +29,7 @@ def test_list_models_lists_all_folders():
     assert list_models() == NAMES and len(NAMES) >= 12
 
 
-# The features of all test images of lite0 take more than one minute.
+# Computing the features of all test images of lite0 takes more than one minute.
 @pytest.mark.seconds
 @pytest.mark.parametrize(
     "name",
@@ -42,7 +42,7 @@ def test_entry_verifies_against_card(name):
     verdict = zoo.verify(name)
     assert verdict.is_reproduced
     if verdict.measured_accuracy is None and get_entry(name).entry.classes:
-        # The data are not available.
+        # The test data are not available, so the accuracy was not measured.
         pytest.skip(verdict.reason)
 
 
@@ -106,7 +106,7 @@ def test_wheel_predicts_with_published_network():
 
 
 def sums_of(task, stream, clients):
-    """Return the statistics of some clients' samples, as the clients would upload them."""
+    """Return a readout with the statistics of some clients' samples, as the clients would upload them."""
     other = copy.deepcopy(task.readout)
     other.reset(int(task.readout.tag))
     for client in clients:
@@ -126,7 +126,7 @@ def sums_of(task, stream, clients):
     ],
 )
 def test_published_reservoir_unlearns_a_person(data_folder, name):
-    """A client unlearns with its own sums. The remaining sums and the readout equal those of the other clients."""
+    """A client unlearns its samples. The remaining statistics and the readout equal those of the other clients."""
     later = zoo.continue_from(name)
     task, (leaving, *others) = later.module, sorted(later.stream.plan.train[0])
     before = task.readout.weight.clone()

@@ -91,7 +91,7 @@ def test_publish_client_local_heads_are_not_published(private, target, tensors_o
     checkpoint = next((private / "checkpoints").glob("*.ckpt"))
     kept = torch.load(checkpoint, weights_only=True)["callbacks"]
     heads = [value for value in tensors_of(kept) if value.shape in {(10, 64), (10,)}]
-    # The checkpoint contains the heads of the clients.
+    # The run's checkpoint contains the client-local heads.
     assert heads
     for head in heads:
         for row in head.reshape(-1, head.shape[-1]).float():
@@ -99,7 +99,7 @@ def test_publish_client_local_heads_are_not_published(private, target, tensors_o
 
 
 def _holds(numbers, row):
-    """Return whether a row of numbers occurs in consecutive order in ``numbers``."""
+    """Return whether ``numbers`` contains the values of a row in consecutive order."""
     windows = numbers.unfold(0, len(row), 1)
     return bool(row.any()) and bool((windows - row).abs().amax(dim=1).lt(1e-4).any())
 

@@ -29,7 +29,7 @@ def all_below(folder):
 
 @pytest.fixture
 def registry(small_zoo, tmp_path):
-    """Return the file of a registry, with other files at the paths that malicious names point to."""
+    """Write a registry, and return its file. Malicious names lead to the other files that this fixture writes."""
     for place in (tmp_path, small_zoo, small_zoo / NAME, tmp_path / "a"):
         place.mkdir(exist_ok=True)
         for name in ("x", "y", "victim"):
@@ -39,7 +39,7 @@ def registry(small_zoo, tmp_path):
 
 @pytest.fixture
 def alone(monkeypatch, registry, tmp_path):
-    """Remove the package's own zoo."""
+    """Hide the zoo of the package, so that only the registry of the test is used."""
     monkeypatch.setattr("lightning_fcl.zoo.registry.package_folder", lambda: tmp_path / "none")
 
 
@@ -115,7 +115,7 @@ def test_load_linked_folder_raises(registry, tmp_path, serve_folder, monkeypatch
 
 
 def test_copy_to_registry_replaces_only_same_entry(registry, tmp_path):
-    # The target folder is the source folder.
+    # Downloading an entry into its own folder changes nothing.
     main(["zoo", "download", str(registry.parent / NAME), "--to", str(registry.parent)])
     assert zoo.load(NAME)
     mine = tmp_path / "mine" / NAME

@@ -1,4 +1,4 @@
-"""Fixtures of the dataset tests: a local server in place of the publishers' servers, and files of CIFAR-100."""
+"""Fixtures of the dataset tests: a local server instead of the publishers' servers, and files of CIFAR-100."""
 
 import hashlib
 import struct
@@ -13,7 +13,7 @@ from lightning_fcl.data.datasets.readers import SOURCES
 
 @pytest.fixture
 def publish(serve, monkeypatch):
-    """Return a function that serves files as a dataset's download from this machine."""
+    """Return a function that serves files on this machine as the download of a dataset."""
 
     def start(data_set, name, content):
         monkeypatch.setitem(SOURCES, data_set, serve(SOURCES[data_set], name, content)[0])
@@ -23,7 +23,7 @@ def publish(serve, monkeypatch):
 
 @pytest.fixture
 def real(data_folder):
-    """Return a function that returns the folder of the real datasets, or skips if a dataset is missing there."""
+    """Return a function that returns the folder of a real dataset, or skips the test if the dataset is missing."""
 
     def folder(data_set, wanted=None):
         try:
@@ -39,7 +39,10 @@ def real(data_folder):
 
 @pytest.fixture
 def put():
-    """Return a function that writes bytes, an npz file of the arrays that are not None, or the files of a folder."""
+    """Return a function that writes a file or a folder.
+
+    The content is bytes, the arrays of an npz file (None leaves an array out), or the files of a folder.
+    """
 
     def write(path, content):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -57,7 +60,7 @@ def put():
 
 @pytest.fixture
 def refused():
-    """Return a function that calls another function, which must raise an error, and returns the message."""
+    """Return a function that calls another function, which must raise an error, and returns the error message."""
 
     def message(call, *args, error=ValueError, **options):
         with pytest.raises(error) as caught:
@@ -69,7 +72,10 @@ def refused():
 
 @pytest.fixture
 def damaged(tmp_path, put, refused):
-    """Return a function that writes a damaged file, loads the dataset, and returns the message, which has the path."""
+    """Return a function that writes a damaged file, loads the dataset, and returns the error message.
+
+    The message must contain the path of the file.
+    """
 
     def message(data_set, name, content, **options):
         path = put(tmp_path / name, content)
@@ -133,7 +139,7 @@ def cifar_contents() -> dict[str, dict]:
 
 @pytest.fixture
 def cifar(monkeypatch):
-    """CIFAR-100 contents, their superclasses, and functions that write the contents as the published files."""
+    """CIFAR-100 contents, their superclasses, and functions that write the contents in the published formats."""
 
     def files(contents) -> dict[str, bytes]:
         pickles = {name: b"\x80\x02" + python2(content) + b"." for name, content in contents.items()}

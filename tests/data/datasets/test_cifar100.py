@@ -1,4 +1,4 @@
-"""The CIFAR-100 loader reads the pixels of the original pickles, calls no function, and names damaged files."""
+"""Tests of the CIFAR-100 loader: it reads the original pickles, calls no function, and names damaged files."""
 
 import pickle
 

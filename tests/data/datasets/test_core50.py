@@ -1,4 +1,4 @@
-"""The CORe50 loader reads the pixels of the original folders and names damaged files."""
+"""Tests of the CORe50 loader: it reads the pixels of the original folders and names damaged files."""
 
 import io
 
@@ -11,7 +11,7 @@ from lightning_fcl.data.datasets import photographs
 from lightning_fcl.data.datasets.readers import SOURCES
 from lightning_fcl.errors import MissingValueError
 
-# Sessions and objects whose numbers have another order as text. Each object has one, two or three frames.
+# Numbers of sessions and objects whose order differs if they are sorted as text. Each object has one to three frames.
 SESSIONS, OBJECTS = (2, 3, 10, 11), (2, 10, 50)
 
 

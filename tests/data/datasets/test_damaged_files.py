@@ -1,4 +1,4 @@
-"""Damaged files and decompression bombs raise one error with the file's path, before they take memory."""
+"""Tests that damaged files and decompression bombs raise an error with the file's path, and take little memory."""
 
 import io
 import os
@@ -44,7 +44,10 @@ LAYOUTS = {
 
 @pytest.fixture(params=LAYOUTS)
 def layout(request, tmp_path, cifar, put):
-    """Return a file's content, and a function that writes changed bytes and returns the loaded data or the message."""
+    """Return the content of a file and a function.
+
+    The function writes changed bytes, and returns the loaded data or the error message.
+    """
     data_set, name, content = LAYOUTS[request.param]
     if data_set == "cifar100":
         put(tmp_path, cifar.files(cifar.contents))
@@ -107,7 +110,7 @@ def test_readers_missing_or_unreadable_file_raises_with_path(tmp_path, suffix, r
     path.write_bytes(b"hello")
     path.chmod(0)
     user = os.geteuid()
-    # Root ignores file permissions, so the test becomes another user for a moment.
+    # Root ignores file permissions, so the test temporarily runs as another user.
     os.seteuid(user or 65534)
     try:
         message = refused(read, path)
@@ -117,7 +120,7 @@ def test_readers_missing_or_unreadable_file_raises_with_path(tmp_path, suffix, r
 
 
 def member(header, claimed=None, zeros=0):
-    """Return an npz file with an array header, zeros, and a claimed size in the zip directory."""
+    """Return an npz file with an array header and zeros. The zip directory states a given size."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
         with archive.open("x.npy", "w", force_zip64=True) as file:
@@ -129,7 +132,7 @@ def member(header, claimed=None, zeros=0):
 
 
 def zipped(content):
-    """Return an npz file in which the array has these bytes."""
+    """Return an npz file whose array file has the given bytes."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         archive.writestr("x.npy", content)
@@ -153,7 +156,7 @@ def jpeg(side):
 
 GIGABYTES = 2**40
 LIMIT = "LIGHTNING_FCL_MAX_BYTES"
-# Content of each file, or the length of a sparse file of zeros, and a part of the expected message.
+# For each file: its content, or its length if it is a sparse file of zeros, and a part of the expected message.
 BOMBS = {
     "directory.npz": (member(header((5,)), 5_600_000_000), f"set {LIMIT} to at least"),
     "header.npz": (member(header((GIGABYTES, 2), "<f8")), f"float64 of shape ({GIGABYTES}, 2) in the 128 bytes"),
@@ -205,7 +208,7 @@ def test_readers_decompression_bomb_raises_before_allocation(tmp_path):
     *messages, peak = done.stdout.splitlines()
     for (name, (_, said)), message in zip(bombs.items(), messages, strict=True):
         assert message.startswith(f"Expected {tmp_path / name} to be a ") and said in message and AGAIN in message
-    # Peak memory in kB, in addition to Python and NumPy.
+    # Reading takes less than 50 MB more than Python and NumPy. The unit is kB.
     assert int(peak) < 50_000
 
 

@@ -1,4 +1,4 @@
-"""The registry of datasets, and the checks of `ArrayDataset`."""
+"""Tests of the registry of datasets and of the checks of `ArrayDataset`."""
 
 import re
 import subprocess
@@ -122,7 +122,7 @@ def test_load_digits_permutations_are_domains_of_same_digits():
     assert not np.array_equal(x[1], x[0]) and not np.array_equal(x[1], x[2])
     for domain in x[1:]:
         order = [int(np.flatnonzero((x[0] == column[:, None]).all(axis=0))[0]) for column in domain.T]
-        # All digits of a domain have the same order of pixels.
+        # In all digits of a domain, the pixels are permuted in the same order.
         assert np.array_equal(x[0][:, order], domain)
     assert data.group[[0, 1797, -1]].tolist() == ["00", "01", "02"]
     assert np.array_equal(data.official_test, np.tile(np.arange(1797) % 5 == 4, 3))

@@ -1,11 +1,11 @@
-"""FC100 is CIFAR-100 with the classes in the order of TADAM's split."""
+"""Tests that FC100 contains the images of CIFAR-100, with the classes in the order of TADAM's split."""
 
 import numpy as np
 
 from lightning_fcl.data.datasets import photographs
 from lightning_fcl.data.datasets.readers import SOURCES
 
-# Split of the authors' code, by number of the superclass.
+# Split in the code of TADAM's authors, by the number of the superclass.
 SPLIT = (1, 2, 3, 4, 5, 6, 9, 10, 15, 17, 18, 19, *(8, 11, 13, 16), *(0, 7, 12, 14))
 
 

@@ -1,4 +1,4 @@
-"""The HHAR loader aligns the two sensors of each device on one grid and names damaged files."""
+"""Tests of the HHAR loader: it aligns the two sensors of each device on one time grid and names damaged files."""
 
 import re
 
@@ -11,20 +11,20 @@ from lightning_fcl.data.datasets.readers import SOURCES
 from lightning_fcl.errors import MissingFileError
 
 HEADER = "Index,Arrival_Time,Creation_Time,x,y,z,User,Model,Device,gt"
-# Nanoseconds since 1970, which exceed the precision of a float.
+# Start time in nanoseconds since 1970. A float cannot represent this number exactly.
 START = 1424696631913248572
 FILES = [f"{kind}_{sensor}" for kind in ("Phones", "Watch") for sensor in ("accelerometer", "gyroscope")]
 
 
 def row(seconds, xyz, user="a", model="nexus4", device=None, gt="sit"):
-    # Arrival_Time is in ms and from another clock than Creation_Time.
+    # `Arrival_Time` is in ms, and its clock differs from the clock of `Creation_Time`.
     time = START + round(seconds * 1e9)
     numbers = ",".join(repr(float(v)) for v in xyz)
     return f"0,{time // 1_000_000 + 1995},{time},{numbers},{user},{model},{device or model + '_1'},{gt}"
 
 
 def line_signal(t, sensor):
-    """Return a signal that linear interpolation reproduces exactly."""
+    """Return a linear signal, which linear interpolation reproduces exactly."""
     return np.array([1 + 2 * t, -3 * t, 0.5 * t]) * (10 if sensor == "gyroscope" else 1)
 
 
@@ -112,7 +112,7 @@ def test_load_hhar_orders_users_devices_and_groups(tmp_path):
     np.testing.assert_allclose((data.x[:, 0, 0] - 1) / 2, [2, 3, 1, 9, 0], atol=1e-4)
     data = hhar.load_hhar(tmp_path, devices=["gear", "s3"], normalize="none")
     assert (data.client_ids.tolist(), data.group.tolist()) == (["a", "a", "b", "i"], [1, 1, 1, 0])
-    # Each device of a user has its own scale.
+    # The signals of each user and device are normalized separately.
     scaled = hhar.load_hhar(tmp_path)
     np.testing.assert_allclose(scaled.x.mean(axis=1), 0, atol=1e-4)
     np.testing.assert_allclose(scaled.x.std(axis=1), 1, atol=1e-3)
@@ -148,7 +148,7 @@ def test_window_statistics_use_newest_complete_window():
 def test_load_hhar_statistics_equal_window_statistics(tmp_path):
     put(tmp_path, **both())
     data = hhar.load_hhar(tmp_path, chunk=100, features="statistics", normalize="none")
-    # 302 of 501 steps have a complete window.
+    # 302 of the 501 time steps have a complete window, which gives three chunks of 100 steps.
     assert data.x.shape == (3, 100, 32)
     raw = hhar.load_hhar(tmp_path, chunk=1, normalize="none").x[:, 0]
     np.testing.assert_array_equal(data.x.reshape(-1, 32), hhar.window_statistics(raw)[:300])

@@ -1,4 +1,4 @@
-"""The LFW loader crops and scales faces as documented, in both layouts, and names damaged files."""
+"""Tests of the LFW loader: it crops and scales faces as documented, reads both layouts, and names damaged files."""
 
 import io
 
@@ -12,7 +12,7 @@ from lightning_fcl.data.datasets.readers import SOURCES
 from lightning_fcl.errors import InvalidValueError
 
 NPZ = "min35_gray_64x48.npz"
-# Names in another order than the alphabetical one, one of them without a family name.
+# Names that are not in alphabetical order, and their numbers of images. One person has no family name.
 PEOPLE = {"Zoe_Ray": 3, "Abdullah": 1, "Bob_de_la_Cruz": 2}
 REMEDY = "Delete this copy and get the file again."
 
@@ -29,7 +29,7 @@ def photograph(seed: int) -> bytes:
 
 
 def files() -> dict[str, bytes]:
-    """Return the images by their paths in the original folder, in alphabetical order of the people."""
+    """Return the images by their paths in the original folder. The people are in alphabetical order."""
     names = [f"{name}/{name}_{n:04d}.jpg" for name in sorted(PEOPLE) for n in range(1, PEOPLE[name] + 1)]
     return {name: photograph(seed) for seed, name in enumerate(names)}
 
@@ -38,7 +38,7 @@ FILES = files()
 
 
 def faces() -> np.ndarray:
-    """Return rows 70 to 194 and columns 78 to 171 in ITU-R 601-2 luma, computed with the formula."""
+    """Return rows 70 to 194 and columns 78 to 171 of the images as ITU-R 601-2 luma."""
     colours = np.stack([np.asarray(Image.open(io.BytesIO(content))) for content in FILES.values()]).astype(np.float64)
     assert colours.shape == (6, 250, 250, 3)
     return (colours @ [0.299, 0.587, 0.114])[:, 70:195, 78:172]

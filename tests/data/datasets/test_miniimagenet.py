@@ -1,4 +1,4 @@
-"""The MiniImageNet loader reads each public layout and the npz file, and names damaged files."""
+"""Tests of the MiniImageNet loader: it reads each public layout and the npz file, and names damaged files."""
 
 import io
 from pathlib import Path
@@ -11,7 +11,7 @@ from lightning_fcl.data.datasets import images, photographs
 from lightning_fcl.data.datasets.readers import SOURCES
 
 REMEDY = "Delete this copy and get the files again."
-# Classes of each list, in no particular order.
+# Classes of each list. The order is arbitrary.
 PARTS = {"train": ("n02110341", "n01532829"), "val": ("n01855672",), "test": ("n02129165",)}
 # Width and height of the images.
 SIZES = {0: (84, 84), 1: (50, 70), 2: (33, 20)}

@@ -1,4 +1,4 @@
-"""The ORL loader returns the same faces from both layouts and names damaged files."""
+"""Tests of the ORL loader: it returns the same faces from both layouts and names damaged files."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from lightning_fcl.data.datasets import faces
 from lightning_fcl.data.datasets.readers import SOURCES
 
 REMEDY = "Delete this copy and get the file again."
-# Number of images of two people, whose numbers have another order as text.
+# Number of images of people 2 and 10. As text, "10" comes before "2".
 NUMBERS = {2: 10, 10: 2}
 PIXELS = np.random.default_rng(0).integers(256, size=(12, 112, 92), dtype=np.uint8)
 PERSON = np.repeat(list(NUMBERS), list(NUMBERS.values()))
@@ -57,7 +57,8 @@ def test_load_orl_layouts_are_equal(tmp_path, size, normalize, put):
     assert one.classes == other.classes
 
 
-# Expected central part: 4:3 keeps all rows and 84 columns. 2:3 keeps all columns and 61 rows (61.33) from row 25 on.
+# Expected central parts. The ratio 4:3 keeps all rows and 84 columns. The ratio 2:3 keeps all columns and 61 rows
+# (61.33) from row 25 on.
 PARTS = {(64, 48): (slice(0, 112), slice(4, 88)), (20, 30): (slice(25, 86), slice(0, 92))}
 
 

@@ -1,4 +1,4 @@
-"""The real sensor datasets have the published numbers of samples, labels and clients."""
+"""Tests that the real sensor datasets have the published numbers of samples, labels and clients."""
 
 import numpy as np
 import pytest

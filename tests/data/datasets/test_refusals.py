@@ -1,4 +1,4 @@
-"""Errors that all datasets have in common: invalid options, and folders that do not contain the dataset."""
+"""Tests of errors that all datasets have in common: invalid options, and folders that do not contain the dataset."""
 
 import re
 

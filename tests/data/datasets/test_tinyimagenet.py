@@ -1,4 +1,4 @@
-"""The TinyImageNet loader reads the pixels of both layouts, normalizes them, and names damaged files."""
+"""Tests of the TinyImageNet loader: it reads the pixels of both layouts, normalizes them, and names damaged files."""
 
 import io
 import re
@@ -14,13 +14,14 @@ from lightning_fcl.data.datasets.readers import SOURCES
 from lightning_fcl.errors import DamagedFileError, InvalidValueError, MissingFileError
 
 REMEDY = "Delete this copy and run `lightning-fcl data download tinyimagenet`."
-# In the order of the original wnids.txt, which is not sorted. Two classes have the name "crane", one has no name.
+# Class ids in the order of wnids.txt, which is not sorted. Two classes have the name "crane", and one class has no
+# name.
 WNIDS = ("n03126707", "n01443537", "n02012849", "n99999999")
 WORDS = (
     "n00001740\tentity\nn01443537\tgoldfish, Carassius auratus\nn02012849\tcrane\nn03126707\tcrane\nn03976657\tpole\n"
 )
 CLASSES = ("goldfish", "crane (n02012849)", "crane (n03126707)", "n99999999")
-# Images per class. Their numbers have another order as text.
+# Number of training images per class. Numbers up to 11 have a different order if they are sorted as text.
 TRAIN = 12
 VAL = ("n02012849", "n99999999", "n01443537", "n02012849")
 

@@ -1,4 +1,4 @@
-"""The UCI HAR loader reads the same data from its three layouts and names damaged files."""
+"""Tests of the UCI HAR loader: it reads the same data from its three layouts and names damaged files."""
 
 import functools
 import io
@@ -35,7 +35,7 @@ TOKENS = {part: tokens(part) for part in Y}
 
 @functools.cache
 def original() -> dict[str, bytes]:
-    """Return the files of the original folder by their paths in it."""
+    """Return the files of the original folder by their relative paths."""
     files = {
         "activity_labels.txt": "".join(f"{i} {name}\n" for i, name in enumerate(NAMES, 1)),
         "README.txt": "Hello\n",
@@ -132,7 +132,7 @@ def test_load_ucihar_standardize_sensor_shares_scale_over_axes(tmp_path, put):
         flat = raw[:, sensor].ravel()
         wanted = (raw[:, sensor] - flat.sum() / flat.size) / np.sqrt(((flat - flat.sum() / flat.size) ** 2).mean())
         np.testing.assert_allclose(scaled[:, sensor], wanted, rtol=1e-5, atol=1e-6)
-    # Each axis separately would have mean 0. That is `standardize="channel"`.
+    # The mean of a single axis is 0 only with `standardize="channel"`.
     assert abs(scaled[:, 0].mean()) > 1e-3
 
 
@@ -153,7 +153,7 @@ def test_load_ucihar_constant_sensor_becomes_zero(tmp_path, put):
 
 
 def edited(name: str, edit) -> dict[str, bytes]:
-    """Return the original files after a change of the lines of one file."""
+    """Return the original files, with changed lines in one file."""
     files = dict(original())
     files[name] = b"".join(edit(files[name].splitlines(keepends=True)))
     return files

@@ -1,4 +1,4 @@
-"""Tests of blurry and growing classes, of samples that occur once, and of delayed clients."""
+"""Tests of scenarios with blurry or growing classes, with samples that occur once, and with delayed clients."""
 
 import copy
 import dataclasses
@@ -50,7 +50,10 @@ def test_blurry_disjoint_classes_occur_in_one_experience(seed):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_blurry_ratio_moves_share_of_samples(seed):
-    """A fifth of the samples is drawn again. A quarter of these keeps its experience, so 15 % of all samples move."""
+    """A fifth of the samples gets a random experience.
+
+    On average, a quarter of this fifth gets its old experience again. So 15 % of all samples move.
+    """
     plan = Blurry(4, disjoint_ratio=0, blurry_ratio=0.2).plan(POOL, seed)
     own = [max(sum(Y[rows] == label) for rows in joint(plan)) for label in range(10)]
     assert sum(own) / len(Y) == pytest.approx(0.85, abs=0.02)

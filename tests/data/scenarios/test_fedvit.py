@@ -1,4 +1,4 @@
-"""Tests of `FedViTScenario`: every client learns every block of classes, in its own order, with few samples."""
+"""Tests of `FedViTScenario`: each client has few samples of each block of classes. Clients differ in the order of blocks."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ def draw(**kwargs):
 
 
 def rows(plan):
-    """Return the samples of each client in each of its tasks, without repetitions."""
+    """Return the samples of each task for each client. Later rounds of a task are skipped."""
     step = plan.num_rounds // len(plan.tasks[plan.clients[0]])
     return {client: [current[client] for current in plan.train[::step]] for client in plan.clients}
 
@@ -78,7 +78,8 @@ def test_fedvit_classes_and_shares_are_in_range(plan):
                 count, whole = (Y[part] == label).sum(), OF_CLASS[label]
                 assert 0.05 * whole - 0.5 <= count <= 0.1 * whole + 0.5
                 shares.append(count / whole)
-    # The draws are uniform: 200 numbers of classes from 2 to 5, and about 700 shares.
+    # The numbers and shares are uniformly distributed: 200 numbers of classes from 2 to 5, and about 700 shares of
+    # samples.
     assert np.bincount(numbers, minlength=6)[2:].min() > 30 and np.bincount(numbers)[:2].sum() == 0
     assert np.mean(shares) == pytest.approx(0.075, abs=0.002) and np.std(shares) == pytest.approx(0.0144, abs=0.002)
 

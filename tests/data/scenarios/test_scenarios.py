@@ -1,4 +1,4 @@
-"""Tests of scenarios: which client has which samples in which round."""
+"""Tests of the samples that scenarios assign to each client and round."""
 
 from functools import partial
 
@@ -94,7 +94,7 @@ def test_domain_incremental_follows_domain_order():
     assert [s.tolist() for s in samples] == [[0, 2, 5], [], [1, 4]] and groups == [(3,), (2,), (1,)]
 
 
-# Samples of two clients in two experiences.
+# Samples of each client in the first and in the second experience.
 PARTS = {"a": [np.arange(10), np.arange(10, 20)], "b": [np.arange(20, 26), np.arange(26, 26)]}
 
 
@@ -362,7 +362,7 @@ def test_odfcl_uses_every_sample_once(nodes, validation):
 
 @pytest.mark.parametrize("nodes", [1, 2, 3, 5])
 def test_odfcl_history_adds_seen_samples_and_base_share(nodes):
-    """Joint training uses the samples that a node has seen, and its share of the base session."""
+    """Joint training uses the samples of the node's rounds so far, and the node's share of the base session."""
     plain, seen, everything = (odfcl(PEOPLE, num_nodes=nodes, history=h) for h in ("round", "seen", "all"))
     shares = [np.concatenate(list(plan.train[0].values())) for plan in (seen, everything)]
     assert sorted(shares[0]) == sorted([*plain.base_samples, *np.concatenate(list(plain.train[0].values()))])
@@ -449,7 +449,7 @@ def test_odfcl_invalid_argument_raises(options, expected):
 
 
 def test_class_split_new_classes_are_new_to_all_clients():
-    """New classes are those that no client has learned before. Clients can be in different experiences."""
+    """A class counts as new if no client has trained on it before. Clients can be in different experiences."""
     plan = flwf(Y, tasks={"a": [[0], [1]], "b": [[1, 2], [0, 3]]}, samples_per_round=12)
     assert plan.class_split(0) == ((0, 1, 2), ()) and plan.class_split(7) == ((3,), (0, 1, 2))
     assert flwf(Y).class_split(7) == ((0, 2, 3, 4, 5), (1,))
