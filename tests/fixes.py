@@ -131,7 +131,7 @@ def has_rounds(trainer, rounds=1):
     return trainer
 
 
-# Rows of a fit
+# Rows about fits
 
 
 class SumsOnly(UploadTransform):
@@ -744,7 +744,7 @@ def show_two(trainer, together):
         pass
 
 
-# Rows of data
+# Rows about data
 
 
 def stream_of(lab=None, **options):
@@ -1140,7 +1140,7 @@ ROWS |= {
 }
 
 
-# Rows of methods, tasks, networks and metrics
+# Rows about methods, tasks, networks and metrics
 
 
 def fit_with(lab, method, options=None, stream=None, **arguments):
@@ -1578,7 +1578,7 @@ ROWS |= {
 }
 
 
-# More rows of fits, networks, tasks and checkpoints
+# More rows about fits, networks, tasks and checkpoints
 
 
 class Logs(L.LightningModule):
@@ -1859,7 +1859,7 @@ def add_readouts(first, second):
     readout(first).merge(readout(second))
 
 
-# Rows of batches and state
+# Rows about batches and state
 
 
 class Items(Dataset):
@@ -1985,7 +1985,7 @@ ROWS |= {
 }
 
 
-# Rows of swarms, single samples, images and metrics
+# Rows about swarms, single samples, images and metrics
 
 
 def fit_norm(lab, norm=None, num_clients=12):

@@ -129,7 +129,7 @@ def use_client(lab, fits):
 
 
 class AsksSteps(L.Callback):
-    """A method that calls `count_client_batches` in a given hook."""
+    """A callback that calls `count_client_batches` in a given hook."""
 
     def __init__(self, hook):
         self.counts = []
@@ -143,7 +143,7 @@ def ask_steps(lab, hook):
 
 
 class Pair(Classifier):
-    """A network that returns logits and features, or only logits."""
+    """A classifier that returns logits and features, or only logits."""
 
     alone = False
 

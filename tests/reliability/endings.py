@@ -46,8 +46,8 @@ class Work:
 def works(folder: Path) -> list[Work]:
     """Return the commands to interrupt.
 
-    The commands are a fit of the quickstart, a fit with a client store on disk, and a search. Rows of papers are included
-    if their data sets are available.
+    The commands are a fit of the quickstart, a fit with a client store on disk, and a search. Rows of papers are
+    included if their data sets are available.
     """
     recipes = small_recipe(folder)
     words = tuple(Recipe(tuple(map(Path, recipes))).words)

@@ -1,4 +1,4 @@
-"""Tests of `FedViTScenario`: each client has few samples of each block of classes. Clients differ in the order of blocks."""
+"""Tests of `FedViTScenario`: each client has few samples of each block of classes, in a client-specific order."""
 
 import numpy as np
 import pytest
