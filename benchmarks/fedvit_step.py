@@ -161,7 +161,7 @@ def compare(options):
 
 
 class Bytes(Callback):
-    """A callback that measures the client state after each task. It has method state and local parameters."""
+    """A callback that measures the bytes of the client state (method state and local parameters) after each task."""
 
     def __init__(self):
         self.counted = []

@@ -33,9 +33,10 @@ _COMMON = -1  # used as the group number of hooks that run on every rank
 
 
 class RoundAttributes:
-    """Attributes in a round: how each group of clients that trains at the same time changes lists and counters.
+    """A record of the changes of list and counter attributes in a round, for each group of clients.
 
-    Attributes of the module that are restored for each client are not merged, except for items appended to lists.
+    At the end of the round, the changes of all processes are merged. If an attribute of the module is restored for each
+    client, only the items appended to lists are merged.
 
     Args:
         attributes: The attributes of objects, by path.
