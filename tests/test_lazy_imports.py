@@ -1,4 +1,4 @@
-"""Tests of the modules that importing the package loads, of the public names, and of the registered strategy."""
+"""Tests that `import lightning_fcl` loads no slow modules, exports all public names, and registers the strategy."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def test_status_of_rows_is_valid():
 
 
 def replaced_arguments():
-    """Return the row of each replaced argument, by the current name of the class or function and the argument's old name."""
+    """Return the rows of replaced arguments, by the current name of their function and their old name."""
     arguments = defaultdict(dict)
     for row in RENAMES:
         scope = row["where"].partition(":")[2].removesuffix(".__init__")

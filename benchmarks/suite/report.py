@@ -42,8 +42,8 @@ def ratios(engines, engine):
 
 
 def _row(workload, engine, runs, engines):
-    cells = [SAYS[workload], name_of(engine)]
     """Return the cells of a row of `table`."""
+    cells = [SAYS[workload], name_of(engine)]
     completed_runs = [run for run in runs if "round" in run]
     if not completed_runs:
         return [*cells, runs[0]["error"].removeprefix("refused: ").replace("|", "/"), *[""] * 5]

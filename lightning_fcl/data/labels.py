@@ -231,10 +231,11 @@ def target_position(item: Any) -> Any:
 
 
 def read_targets(dataset: Dataset[Any]) -> Any:
-    """Return the targets of a dataset's items, or an empty list if items have no targets.
+    """Return the targets of a dataset's items.
 
-    If the dataset has an attribute ``targets``, the targets of some items are compared with it. If they are equal, the
-    attribute is returned. If they differ, the targets of all items are read.
+    If items have no targets, return the dataset's attribute ``targets``, or an empty list if the attribute does not
+    have one target per item. If both exist, the targets of some items are compared with the attribute. The attribute
+    is returned if these targets are equal. Otherwise the targets of all items are read.
     """
     if isinstance(dataset, ConcatDataset):
         parts = [np.asarray(read_targets(part)) for part in dataset.datasets]

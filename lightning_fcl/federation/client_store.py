@@ -314,9 +314,9 @@ def has_result(client_state: ClientState, section: str) -> bool:
 def enter_round(client_state: ClientState, experience: int, accepted: int) -> ClientState:
     """Return a client's state at the start of a round.
 
-    In a further round of the same experience, each method with a result continues with its state within the experience.
-    If the client starts another experience, the results for the earlier experience stay. The state within the earlier
-    experience is removed.
+    A method can have two states: the result for an experience (section ``NAME``), and the state before the result was
+    computed (section ``NAME/within``). In another round of the same experience, section ``NAME`` is set to the state
+    before the result. In a new experience, section ``NAME`` keeps the result, and ``NAME/within`` is removed.
 
     Args:
         client_state: The client's stored state.

@@ -279,8 +279,8 @@ def max_abs(values: Tensor) -> float:
 def _check(largest: float, weights: ExactWeights, entry: str) -> None:
     if not largest * weights.largest < 2.0**_HIGHEST:
         raise InvalidValueError(
-            f"Expected finite numbers below 8e270 in `{entry}`, each times its weight, but got {largest} and weights "
-            f"up to {weights.largest}.",
+            f"Expected each value of `{entry}` times its client's weight to be finite and below 8e270, but got a value "
+            f"of {largest} and weights up to {weights.largest}.",
             argument=entry,
         )
 

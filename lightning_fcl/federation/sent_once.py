@@ -40,7 +40,7 @@ class SentOnce:
         self.derived = {name for name in constant_names if torch.equal(extra[name][0], state[name])}
 
     def offer(self, download_state: State, reductions: Mapping[str, Reduction]) -> State:
-        """Set the entries that clients download only once from now on. Return all other entries."""
+        """Store the sizes of the entries that each client downloads only once. Return the other entries."""
         self.sizes = {name: value.nbytes for name, value in download_state.items() if reductions[name].once}
         return {name: value for name, value in download_state.items() if name not in self.sizes}
 

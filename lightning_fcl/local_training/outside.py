@@ -219,7 +219,8 @@ class Carried:
     Args:
         outside_state: All state outside the module.
         names: Names of the state that is restored.
-        metrics: Names of the metrics that are reset for each client. The metrics accumulate over a round.
+        metrics: Names of the metrics that are reset for each client. At the end of a round, the values of all clients
+            are merged.
         whole: Prefixes of names. All state whose name starts with a prefix is restored, except metrics.
     """
 

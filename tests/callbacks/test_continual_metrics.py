@@ -424,7 +424,7 @@ def test_when_both_left_dropped_and_unsampled_clients(fit, make_stream, make_tas
     assert "1" in rounds[3]["dropped"]
     assert [set(entry["local"]) for entry in rounds] == [set(), {"2"}, set(), {"0"}, *[set()] * 3, {"0", "1"}]
     summary = summarize(metrics.record)
-    # Client 2 has left after one experience.
+    # Client 2 leaves during the first experience, so it has no values for the second experience.
     assert "average_accuracy_local/1" in summary and "average_accuracy_local/2" not in summary
     metrics = ContinualMetrics(["0"], when="both")
     fit(make_task(), make_stream(rounds_per_experience=2), [metrics], participation=1)
