@@ -48,7 +48,7 @@ _PNG = {
 }
 _TEMPLATES = Path(__file__).parent / "templates"
 _SCRIPTS = {"1.9.0.post1": "373b1f84072b31010f15ceb787be6b415c53936411aae267c8c2b2b6ccde46e7"}
-"""SHA-256 of the script that each version of vl-convert-python makes. The script of another version is not cached."""
+"""SHA-256 of the script, by the version of vl-convert-python that makes it. Scripts of other versions are not cached."""
 
 
 def get_chart(name: str) -> alt.Chart:
@@ -57,7 +57,7 @@ def get_chart(name: str) -> alt.Chart:
 
 
 def spec(chart: Chart, **data: Points) -> Spec:
-    """Return the Vega-Lite specification of a chart, with its data by name."""
+    """Return the Vega-Lite specification of a chart with its data. Each keyword is the name of a data set in the chart."""
     content: Spec = chart.to_dict()
     plain = {name: [{key: _plain(value) for key, value in row.items()} for row in rows] for name, rows in data.items()}
     return {**content, "datasets": content.get("datasets", {}) | plain}
@@ -82,7 +82,7 @@ def _plain(value: Any) -> Any:
 
 
 def client_curves(curves_by_model: Mapping[str, Curve]) -> dict[int, dict[str, float]]:
-    """Return the values of the clients on all groups learned so far, by round (from 0) and client."""
+    """Return, for each round (from 0), the value of each tested client on all groups that it has learned so far."""
     values_by_round: dict[int, dict[str, float]] = {}
     for model, curve in curves_by_model.items():
         for number, value in zip(curve.rounds.tolist(), curve.seen_classes.tolist(), strict=True):
@@ -92,9 +92,10 @@ def client_curves(curves_by_model: Mapping[str, Curve]) -> dict[int, dict[str, f
 
 
 def over_seeds(curves: Iterable[FloatArray]) -> Points:
-    """Return the mean and the standard deviation of several seeds' curves in each round, from 1.
+    """Return a point for each round (from 1): mean and standard deviation of the curves of several seeds.
 
-    NaN values are left out. With several seeds, ``low`` and ``high`` are one standard deviation from the mean.
+    NaN values are left out. With several seeds, ``low`` and ``high`` are one standard deviation below and above the
+    mean.
     """
     seeds, points = [*curves], []
     for position in range(max(map(len, seeds), default=0)):
@@ -109,7 +110,7 @@ def over_seeds(curves: Iterable[FloatArray]) -> Points:
 
 
 def quantity_scale(quantity: Quantity, zero: bool = False) -> alt.Scale:
-    """Return the scale of a quantity. Without bounds, the scale spans the values, and also 0 if ``zero`` is true."""
+    """Return the scale of a quantity. Without bounds, the scale spans the values. With ``zero``, it then includes 0."""
     return alt.Scale(domain=[*quantity.bounds]) if quantity.bounds else alt.Scale(zero=zero)
 
 
@@ -131,7 +132,7 @@ def integer_axis() -> alt.Axis:
 
 
 def heat_scale(quantity: Quantity) -> alt.Color:
-    """Return the colors of a heat map of a quantity, which also differ in lightness."""
+    """Return the color scale of a heat map of a quantity. The colors also differ in lightness."""
     domain = [*quantity.bounds] if quantity.bounds else alt.Undefined
     return alt.Color("value:Q", title=quantity.name, scale=alt.Scale(scheme="viridis", domain=domain))
 
@@ -179,13 +180,13 @@ def small_multiples(base: alt.Chart, names: Sequence[str], title: str, scale: al
 
 
 def density_points(edges: ArrayLike, density: ArrayLike) -> Points:
-    """Return a point in the middle of each bin of a density."""
+    """Return a point for each bin of a density. The point is in the middle of the bin."""
     ends, values = np.asarray(edges), np.asarray(density)
     return [{"activation": x, "value": value} for x, value in zip((ends[:-1] + ends[1:]) / 2, values, strict=True)]
 
 
 def density_lines(names: Sequence[str], ordered: bool) -> alt.Chart:
-    """Return a chart of densities as step lines. Ordered lines are colored from dark to light."""
+    """Return a chart of densities as step lines. If ``ordered``, the colors of the lines go from dark to light."""
     shades = alt.Scale(scheme=alt.SchemeParams("viridis", extent=[0, 0.88]))
     look = alt.Color("line:N", sort=[*names], title=None, scale=shades) if ordered else color_scale("line", names)
     x = alt.X("activation:Q", scale=alt.Scale(domain=[-1, 1]), axis=alt.Axis(tickCount=4))
@@ -202,7 +203,7 @@ def with_model_selector(chart: Chart, models: Sequence[str], label: str = "model
 
 
 def make_tooltips(**fields: str) -> list[alt.Tooltip]:
-    """Return tooltips for fields with their titles. If a title is empty, the title is the name of the field."""
+    """Return a tooltip for each field, with the title of the field. An empty title means the name of the field."""
     return [alt.Tooltip(field=field, type="nominal", title=title or field) for field, title in fields.items()]
 
 
@@ -223,8 +224,8 @@ def fill_template(template: str, **values: Any) -> str:
 def _library() -> str:
     """Return Vega, Vega-Lite and Vega-Embed as one script that can be embedded in a page.
 
-    The script takes seconds to make. The cache keeps it, and a cached script is used only if its SHA-256 equals the
-    value of the installed version in `_SCRIPTS`.
+    Making the script takes seconds, so the script is stored in the cache folder. A stored script is used only if its
+    SHA-256 equals the value in `_SCRIPTS` for the installed version of vl-convert-python.
     """
     made_by = version("vl-convert-python")
     path, digest = cache_folder() / "scripts" / f"vega-{made_by}.js", _SCRIPTS.get(made_by)

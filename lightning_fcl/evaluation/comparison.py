@@ -28,19 +28,19 @@ from lightning_fcl.evaluation.table import NEAR_TOLERANCE, Cell, Table, metric_t
 
 __all__ = ["compare_page", "find_runs", "runs_by_name"]
 
-_VIEWS = ("server, whole test set", "mean over clients, experiences so far")
+_VIEWS = ("server, whole test set", "mean over clients, on all experiences so far")
 _KINDS = {"near": "within 0.05", "spread": "within 2 standard deviations", "outside": "outside"}
 
 RunsByName: TypeAlias = Mapping[str, Sequence[Mapping[str, Any]]]
-"""Contents of ``results.json`` of the seeds of each row, by the name of the row in reports."""
+"""Runs of each row. The key is the name of the row in reports. The value has ``results.json`` of each seed."""
 
 
 def compare_page(groups: RunsByName, table: Table | None = None) -> str:
     """Return the HTML of a report on several runs.
 
     Args:
-        groups: Results of the seeds of each row, by the name of the row.
-        table: Table of the runs with the values of a paper, if they reproduce one.
+        groups: Runs of each row. The key is the name of the row. The value has the results of each seed.
+        table: Table that compares the runs with a paper. None if the runs do not reproduce a paper.
 
     Raises:
         ValueError: If ``groups`` is empty.
@@ -112,12 +112,11 @@ def find_runs(folders: Sequence[Path]) -> list[Path]:
 
 
 def runs_by_name(runs: Sequence[Path]) -> dict[str, list[dict[str, Any]]]:
-    """Return the results of the seeds of each row, by the name of the row in reports.
+    """Return the results of all seeds of each row. The keys are the names of the rows in reports.
 
-    The name is the row of the recipe. If the recipe has no row, or several folders have the same row, the name is the
-    folder.
-    Folders ``seed-0``, ``seed-1`` and so on in one folder are the seeds of one row, as `lightning-fcl reproduce` writes
-    them.
+    The name comes from the recipe. If the recipe has no row, or several folders have the same row, the name is the
+    path of the folder. Folders ``seed-0``, ``seed-1`` and so on in the same folder are the seeds of one row, as
+    `lightning-fcl reproduce` writes them.
 
     Raises:
         ValueError: If a ``results.json`` is invalid.
@@ -133,7 +132,7 @@ def runs_by_name(runs: Sequence[Path]) -> dict[str, list[dict[str, Any]]]:
 
 
 def _all_metrics(groups: RunsByName) -> list[list[str]]:
-    """Return a table with a line for each metric of the server, of the mean over clients and of the federation."""
+    """Return a table with a line for each metric of the server, the mean over clients, or the whole federation."""
     models = ("server", "clients", "total")
     all_names = dict.fromkeys(name for runs in groups.values() for run in runs for name in run["metrics"])
     names = [name for model in models for name in all_names if name.endswith(f"/{model}")]
@@ -157,9 +156,10 @@ def _mean(metrics: Sequence[SummaryMetric]) -> str:
 
 
 def rounds_chart(groups: RunsByName, quantity: Quantity) -> Spec | None:
-    """Return the chart of the server, or of the mean over clients, by round.
+    """Return the chart of the values in each round. A list selects the server, or the mean over clients.
 
-    Each row has a line. If there are more rows than colors, only the selected row is colored.
+    Each row of the report has a line. If there are more rows than colors, only the selected row is colored. The result
+    is None if no run has at least two rounds.
     """
     rows = [
         {"line": label, "view": view, **point}
@@ -186,7 +186,7 @@ def rounds_chart(groups: RunsByName, quantity: Quantity) -> Spec | None:
 
 
 def clients_chart(groups: RunsByName, quantity: Quantity) -> Spec | None:
-    """Return the chart of the final values of clients: a tick for each client and seed, and the mean of each row."""
+    """Return the chart of the clients' final values: a tick for each client and seed, and the mean of each row."""
     rows = [
         {"row": label, "client": client, "seed": run["seed"], "value": value}
         for label, runs in groups.items()
@@ -207,9 +207,10 @@ def clients_chart(groups: RunsByName, quantity: Quantity) -> Spec | None:
 def final_metrics_chart(
     metrics_by_run: Mapping[str, Sequence[Mapping[str, SummaryMetric]]], quantity: Quantity
 ) -> Spec | None:
-    """Return the chart of average accuracy, or another quantity, against forgetting: a point for each row.
+    """Return the chart of forgetting against average accuracy, with a point for each row.
 
-    A point is the mean over the seeds of its row.
+    If the models are evaluated by another quantity, this quantity replaces the accuracy. A point is the mean over the
+    seeds of its row. The result is None if fewer than two rows have both metrics.
     """
     rows: Points = []
     titles = [
@@ -234,7 +235,7 @@ def final_metrics_chart(
 
 
 def paper_comparison_chart(table: Table) -> Spec | None:
-    """Return the chart of each mean against the paper's value, with two standard deviations over the seeds."""
+    """Return the chart of measured means against the paper's values. Bars show two standard deviations over seeds."""
     if not (rows := comparison_points(table)):
         return None
     kinds = [*_KINDS.values()]
@@ -256,7 +257,7 @@ def comparison_points(table: Table) -> Points:
 
 
 def scatter(rows: Points, scale: str, look: alt.Color, shape: alt.Shape) -> Chart:
-    """Return a scatter chart with the line of equal values and the band of width `NEAR_TOLERANCE` on both sides."""
+    """Return a scatter chart with the line of equal values, and a band of `NEAR_TOLERANCE` above and below the line."""
     numbers = [row[name] for row in rows for name in ("paper", "ours")]
     low, high = min(numbers) - NEAR_TOLERANCE, max(numbers) + NEAR_TOLERANCE
     axis = alt.Scale(domain=[low, high], nice=False)
@@ -279,7 +280,7 @@ def scatter(rows: Points, scale: str, look: alt.Color, shape: alt.Shape) -> Char
 
 
 def _views(record: Mapping[str, Any]) -> tuple[FloatArray, FloatArray]:
-    """Return the server's values, and the mean over the clients that were tested, in each round. NaN without a test."""
+    """Return two arrays by round: the server's value, and the mean over the tested clients. NaN without a test."""
     whole, of_clients = np.full((2, 1 + max((entry["round"] for entry in record["rounds"]), default=-1)), np.nan)
     curves_by_model = curves(record)
     if (server := curves_by_model.get("server")) is not None:

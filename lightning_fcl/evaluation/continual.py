@@ -1,10 +1,14 @@
 """Metrics of continual learning, from the values of a model on groups of test samples after each round.
 
-A *group* of test samples is a class, or a domain. ``on(groups)`` returns the values of a model on the test samples of
-some groups together in each round in which the model was tested, shape (R,). A value is an accuracy, or another
-quantity of a module. NaN means that the value is not defined. ``experience``, shape (R,), contains the number (from 0)
-of the task of each of these rounds, ``tasks`` the groups of each of the T tasks. ``matrix``, shape (T, T), is the
-result of `value_matrix`, and ``t`` the number of tasks learned. NaN entries of a matrix are left out.
+A *group* of test samples is a class, or a domain. A value is an accuracy, or another quantity of a module. NaN means
+that the value is not defined. The functions use these names:
+
+- ``on(groups)`` returns the values of a model on the test samples of some groups together, shape (R,). There is one
+  value for each of the R rounds in which the model was tested.
+- ``experience``, shape (R,), contains the number of the task (from 0) in each of these rounds.
+- ``tasks`` contains the groups of each of the T tasks.
+- ``matrix``, shape (T, T), is the result of `value_matrix`. NaN entries are left out.
+- ``t`` is the number of tasks learned.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,7 +23,7 @@ ValuesOf: TypeAlias = Callable[[Iterable[int]], FloatArray]
 
 
 def group_accuracy(correct: ArrayLike, totals: ArrayLike) -> ValuesOf:
-    """Return the function that computes accuracies on groups. They are NaN on groups without a test sample.
+    """Return a function that computes the accuracy on some groups. It is NaN if the groups have no test samples.
 
     Args:
         correct: Number of correct predictions in each round and group, shape (R, G).
@@ -35,7 +39,7 @@ def group_accuracy(correct: ArrayLike, totals: ArrayLike) -> ValuesOf:
 
 
 def metric_values(rounds: Sequence[Mapping[str, float | None]]) -> ValuesOf:
-    """Return the function that looks up a measure on groups. ``rounds`` has its values by `group_name`."""
+    """Return a function that looks up a measure on groups. Each round contains the measure by `group_name`."""
     return lambda groups: np.array([row.get(group_name(groups)) for row in rounds], dtype=np.float64)
 
 
@@ -45,7 +49,7 @@ def group_name(groups: Iterable[int]) -> str:
 
 
 def personal_values(values_of: ValuesOf, experience: ArrayLike, tasks: Tasks) -> FloatArray:
-    """Return the values on all groups learned so far, shape (R,). Their mean is A_per of Usmanova et al. 2021."""
+    """Return the value in each round on all groups learned so far, shape (R,). Its mean is A_per of Usmanova 2021."""
     learnt: set[int] = set()
     values = []
     for row, number in enumerate(np.asarray(experience, dtype=np.int64)):
@@ -59,7 +63,8 @@ def value_matrix(
 ) -> FloatArray:
     """Return a[t, d], the value on task d after task t, shape (T, T). Rows of tasks without a round are NaN.
 
-    Entries above the diagonal are values on tasks that the model has not learned yet.
+    Entries above the diagonal are values on tasks that the model has not learned yet. ``rounds`` selects the mean over
+    the rounds of task t, or the last of these rounds.
     """
     on_task = np.stack([values_of(groups) for groups in tasks], axis=1)
     numbers = np.asarray(experience, dtype=np.int64)
@@ -71,7 +76,7 @@ def value_matrix(
 
 
 def stream_values(values_of: ValuesOf, experience: ArrayLike, tasks: Tasks) -> FloatArray:
-    """Return the values on the groups of experiences 0..i after the last round of experience i, shape (T,)."""
+    """Return the value on experiences 0 to i after the last round of experience i, for each i, shape (T,)."""
     numbers = np.asarray(experience, dtype=np.int64)
     result = np.full(len(tasks), np.nan)
     for i in np.unique(numbers):
@@ -81,8 +86,9 @@ def stream_values(values_of: ValuesOf, experience: ArrayLike, tasks: Tasks) -> F
 
 
 def average_accuracy(matrix: ArrayLike, t: int) -> float:
-    """Return A_t: the mean accuracy on tasks 1..t after task t (Usmanova et al. 2021, section 4.3), or NaN.
+    """Return A_t: the mean accuracy on tasks 1 to t after task t (Usmanova et al. 2021, section 4.3).
 
+    NaN if task t has not been learned.
     Args:
         matrix: Accuracy on task d after task t, shape (T, T).
         t: Number of tasks learned.
@@ -95,9 +101,10 @@ def average_accuracy(matrix: ArrayLike, t: int) -> float:
 
 
 def forgetting(matrix: ArrayLike, t: int) -> float:
-    """Return F_t: the best earlier accuracy on a task minus the accuracy after task t, mean over tasks 1..t-1.
+    """Return F_t: the best earlier accuracy on a task minus the accuracy after task t, mean over tasks 1 to t-1.
 
-    See Usmanova et al. 2021, section 4.3. Negative if the model improved. NaN if task t has not been learned.
+    See Usmanova et al. 2021, section 4.3. Negative if the model improved. NaN if ``t`` is 1, or if task t has not been
+    learned.
 
     Args:
         matrix: Accuracy on task d after task t, shape (T, T).

@@ -26,11 +26,11 @@ class Curve:
 
     Args:
         rounds: Numbers of the rounds in which the model was tested, from 0, shape (R,).
-        experience: Experience of the model in each of these rounds, from 0, shape (R,).
-        accuracy: Accuracy, or the value of `get_quantity`, per round and group, shape (R, G). NaN for a group without
-            test samples.
-        overall: Value on the whole test set, shape (R,).
-        seen_classes: Value on all groups that the model had learned by then, shape (R,).
+        experience: Number of the model's experience in each of these rounds, from 0, shape (R,).
+        accuracy: Accuracy, or the value of the quantity, in each round and on each group, shape (R, G). NaN for a group
+            without test samples.
+        overall: Value on the whole test set in each round, shape (R,).
+        seen_classes: Value in each round on all groups that the model has learned until this round, shape (R,).
 
     Example:
         >>> zero, half = np.array([0]), np.array([0.5])
@@ -46,11 +46,11 @@ class Curve:
 
 
 def curves(record: Record, quantity: Quantity | None = None) -> dict[str, Curve]:
-    """Return the curve of every tested model, the server first.
+    """Return the curve of each tested model by the name of the model, the server first.
 
     Args:
         record: Record of the run.
-        quantity: Quantity of the values. Default: `get_quantity`.
+        quantity: Quantity of the values. By default, the result of `get_quantity`.
 
     Example:
         >>> rounds = [{"round": 0, "experience": {"server": 0}, "correct": {"server": [5, 1]}}]
@@ -72,7 +72,9 @@ def curves(record: Record, quantity: Quantity | None = None) -> dict[str, Curve]
 
 
 def matrices(record: Record, rounds: Literal["mean", "last"] = "mean") -> dict[str, FloatArray]:
-    """Return the matrix of `get_quantity` of every model with at least two tasks, the server first.
+    """Return the value matrix of each model with at least two tasks, the server first.
+
+    The values are those of the quantity that `get_quantity` returns.
 
     Args:
         record: Record of the run.
@@ -94,9 +96,9 @@ def matrices(record: Record, rounds: Literal["mean", "last"] = "mean") -> dict[s
 
 
 def stream_accuracies(record: Record, model: str = "server") -> FloatArray:
-    """Return the accuracy on the test samples of experiences 0..i after the last round of experience i, shape (T,).
+    """Return the accuracy on experiences 0 to i after the last round of experience i, for each i, shape (T,).
 
-    The mean is weighted by samples. A group that belongs to several experiences counts once. This is the stream
+    Each test sample has the same weight. A group that belongs to several experiences counts once. This is the stream
     accuracy of De Caro et al. 2023, "Decentralized plasticity in reservoir dynamical networks for pervasive
     environments", table 2.
 
@@ -123,8 +125,8 @@ def stream_accuracies(record: Record, model: str = "server") -> FloatArray:
 def task_curves(record: Record) -> tuple[FloatArray, FloatArray]:
     """Return `average_accuracy` and `forgetting` after each task, mean over the clients, both of shape (T,).
 
-    The values come from the last round of each task in which a client was tested. Only clients that were tested after a
-    task count for this task.
+    The values come from the last round of each task in which a client was tested. A client that was not tested after a
+    task is left out of the mean for this task.
 
     Returns:
         NaN if no client was tested, and for the forgetting after the first task. T is the longest sequence of a client

@@ -28,11 +28,11 @@ from lightning_fcl.evaluation.table import Cell, Table, markdown_table
 _WIDTH, _HEIGHT, _LINE = 440, 420, 12
 
 Notes = Mapping[str, Mapping[str, str]]
-"""Notes on each method, by column of the table, for example ``logits``: the logits that the loss of the method sees."""
+"""Notes on each method, by table column. For example, ``logits`` describes the logits that the method's loss uses."""
 
 
 def _of(metric: Metric, model: str) -> Callable[[Evaluation], Iterator[Score]]:
-    """Return the function of a column that contains the value of one model."""
+    """Return the function of a column that contains the metric's value for one model."""
 
     def scores(evaluation: Evaluation) -> Iterator[Score]:
         yield from (score._replace(model="") for score in metric.function(evaluation) if score.model == model)
@@ -41,7 +41,7 @@ def _of(metric: Metric, model: str) -> Callable[[Evaluation], Iterator[Score]]:
 
 
 def _per_client_and_experience(metric: Metric) -> Callable[[Evaluation], Iterator[Score]]:
-    """Return the function of a column: the total, divided by the number of clients times the number of experiences."""
+    """Return the function of a column with the total divided by (number of clients times number of experiences)."""
 
     def scores(evaluation: Evaluation) -> Iterator[Score]:
         tasks = evaluation.record["tasks"]
@@ -148,9 +148,9 @@ def leaderboard_table(table: Table, protocol: str, notes: Notes) -> str:
     """Return a protocol's table in Markdown, the most accurate method first. Empty if no method was run.
 
     Args:
-        table: Table of `leaderboard_row`. Its rows have the name ``PROTOCOL METHOD``.
+        table: Table with the metrics of `leaderboard_row`. The name of a row is ``PROTOCOL METHOD``.
         protocol: Name of the protocol.
-        notes: Notes on all methods of the protocol. Methods that were not run are left out.
+        notes: Notes on each method of the protocol, by method. Methods that were not run are left out.
     """
     cells_by_method = {
         method: table.rows[f"{protocol} {method}"] for method in notes if f"{protocol} {method}" in table.rows
@@ -172,7 +172,7 @@ def leaderboard_table(table: Table, protocol: str, notes: Notes) -> str:
 
 
 def leaderboard_chart(table: Table, protocol: str, notes: Notes) -> Spec | None:
-    """Return the chart of accuracy against communication and against time, a point for each method.
+    """Return two charts: accuracy against communication, and accuracy against time. Each method is a point.
 
     The result is None if fewer than two methods were run.
     """
@@ -192,7 +192,7 @@ def leaderboard_chart(table: Table, protocol: str, notes: Notes) -> Spec | None:
 
 
 def _against(rows: Points, cost: str, title: str, kinds: Sequence[str]) -> Chart:
-    """Return the chart of accuracy against a cost, both axes with a margin."""
+    """Return the chart of accuracy against a cost. Both axes have a margin around the values."""
     ends, (low, high) = _ends([math.log(row[cost]) for row in rows]), _ends([row["accuracy"] for row in rows])
     x_scale = alt.Scale(type="log", domain=[math.exp(end) for end in ends], nice=False)
     x, y_scale = alt.X(f"{cost}:Q", title=title, scale=x_scale), alt.Scale(domain=[low, high], nice=False)

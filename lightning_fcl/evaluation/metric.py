@@ -1,4 +1,4 @@
-"""The record of a metric, and functions that apply a formula to the models of a run."""
+"""The dataclass `Metric`, and functions that apply a formula to the models of a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class Score(NamedTuple):
     """A value of a metric.
 
     Args:
-        model: ``"server"``, a client's id, ``"clients"`` for their mean, or ``"total"`` for the whole federation.
+        model: ``"server"``, a client's id, ``"clients"`` for the mean over clients, or ``"total"`` for the whole
+            federation. Empty if the metric's key contains no model.
         value: Value. NaN if it cannot be computed.
         number: Number in place of ``{number}`` in the metric's name.
     """
@@ -30,16 +31,17 @@ class Score(NamedTuple):
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric of a run. Results, reports, tables and listings read this record.
+    """A metric of a run. Results, reports, tables and listings read this description.
 
     Args:
-        name: Name in ``results.json``, where ``/MODEL`` follows. May contain ``{number}``.
-        function: Returns the scores of an `Evaluation`.
-        direction: Direction of the better values. ``"quantity"``: the direction of the quantity in the description.
-        description: One line. The quantity's name replaces ``{quantity}``: accuracy, or a measure of a module.
+        name: Name in ``results.json``, without the ``/MODEL`` that follows. The name may contain ``{number}``.
+        function: Function that returns the scores of an `Evaluation`.
+        direction: Direction of better values. ``"quantity"`` means the direction of the evaluated quantity.
+        description: Description in one line. ``{quantity}`` is replaced by the name of the quantity: accuracy, or a
+            measure of a module.
         unit: Unit of the value.
-        measure_name: Name for a module that is evaluated by other quantities than accuracy, with ``{measure}`` in place
-            of the quantity. None if the metric is only defined for accuracy. Default: ``name``.
+        measure_name: Name of the metric if a module is evaluated by a quantity other than accuracy. ``{measure}`` is
+            replaced by the name of the quantity. None if the metric is only defined for accuracy. Default: ``name``.
         title: Heading in reports. Default: ``name`` with spaces.
 
     Example:
@@ -124,12 +126,12 @@ def per_model(
     models: Callable[[Evaluation], list[ModelHistory]] = all_models,
     number: Callable[[ModelHistory], int] = lambda history: 0,
 ) -> Callable[[Evaluation], Iterator[Score]]:
-    """Return the function of a metric: a formula for each model, and its mean over the clients.
+    """Return the function of a metric. It yields a formula's value for each model, and the mean over the clients.
 
     Args:
-        formula: Value of a model. NaN if it is not defined.
-        models: Models with a value.
-        number: Number in the metric's name.
+        formula: Function that returns the value of a model. NaN if the value is not defined.
+        models: Function that returns the models with a value.
+        number: Function that returns the number in the metric's name for a model.
     """
     return per_number(lambda history: {number(history): formula(history)}, models)
 
@@ -138,11 +140,12 @@ def per_number(
     formula: Callable[[ModelHistory], dict[int, float]],
     models: Callable[[Evaluation], list[ModelHistory]] = all_models,
 ) -> Callable[[Evaluation], Iterator[Score]]:
-    """Return the function of a metric: a formula with a value for each of several numbers, and means over the clients.
+    """Return the function of a metric that has several values for each model. It also yields the means over clients.
 
     Args:
-        formula: Values of a model by the number in the metric's name. NaN if a value is not defined.
-        models: Models with a value.
+        formula: Function that returns the values of a model, by the number in the metric's name. NaN if a value is not
+            defined.
+        models: Function that returns the models with values.
     """
 
     def scores(evaluation: Evaluation) -> Iterator[Score]:

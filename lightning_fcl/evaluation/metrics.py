@@ -285,7 +285,7 @@ def summarize(record: Record, metrics: Sequence[Metric] | None = None) -> dict[s
 
 
 def metrics_for(quantity: Quantity, metrics: Sequence[Metric] | None = None) -> list[Metric]:
-    """Return the metrics of models that are evaluated by a quantity, with their names for it.
+    """Return the metrics that are defined for a quantity, with their names for this quantity.
 
     Args:
         quantity: Quantity by which the models are evaluated.
@@ -310,7 +310,7 @@ def describe() -> dict[str, str]:
 
 
 def find_metric(key: str, quantities: Sequence[Quantity] = (ACCURACY,)) -> Metric | None:
-    """Return the metric with a name, with or without ``/model``, or None.
+    """Return the metric with a name, or None if there is no such metric. The name may end in ``/model``.
 
     Args:
         key: Name in ``results.json``.

@@ -1,4 +1,4 @@
-"""Figures of a paper: drawn as `rows.yaml` specifies, from the results of the rows over several seeds."""
+"""Figures of a paper, drawn from the results of its rows over several seeds. `rows.yaml` specifies the figures."""
 
 from __future__ import annotations
 
@@ -28,36 +28,36 @@ from lightning_fcl.evaluation.summary import (
 from lightning_fcl.io.paths import safe_join
 
 Runs: TypeAlias = Sequence[Mapping[str, Any]]
-"""Contents of ``results.json`` of the seeds of a row."""
+"""Runs of a row: the contents of ``results.json`` of each seed."""
 
 Panels: TypeAlias = Mapping[str, Mapping[str, tuple[str, Runs]]]
-"""For the title of each panel, the lines of the panel by label. A line has the name and the runs of its row."""
+"""Lines of each panel, by the title of the panel. A line has a label, and the name and the runs of a row."""
 
-# Width of a panel in pixels, by the number of panels in a row.
+# Width of a panel in pixels, by the number of panels side by side.
 _WIDTHS = {1: 640, 2: 400, 3: 280, 4: 215}
 
 
 def write_figures(out: Path, figures: Sequence[Mapping[str, Any]], results_by_row: Mapping[str, Runs]) -> list[Path]:
     """Draw the figures of a paper and return the paths of their files.
 
-    A panel is skipped if one of its rows was not run. A line on stderr names these rows. A row with several seeds is
-    drawn as mean and standard deviation.
+    A panel is skipped if one of its rows was not run. The names of these rows are printed to stderr. A row with several
+    seeds is drawn as mean and standard deviation.
 
     Args:
         out: Folder of the files.
-        figures: Specifications of the figures. Each has ``file``, the name of a PNG file, ``kind``, and ``panels``: for
-            the title of each panel, the row of each line by the label of the line. Optional are ``title`` and
-            ``scales``, the scales of runs with this figure. The kinds are:
+        figures: Specifications of the figures. Each specification has ``file``, the name of a PNG file, ``kind``, and
+            ``panels``. For the title of each panel, ``panels`` contains the row of each line, by the label of the line.
+            Optional are ``title`` and ``scales``, the scales of runs that get this figure. The kinds are:
 
             - ``stream_accuracy``: stream accuracy of the server after each experience.
             - ``activation_density``: the densities recorded by `ActivationDensity` after the last experience. With
               ``experiences: true``, a panel has one row and shows its densities after each experience.
             - ``average_accuracy``: average accuracy and forgetting after each task, mean over the clients
               (`task_curves`).
-            - ``communication``: volume of each row, and its communication time against the bandwidth
+            - ``communication``: communication volume of each row, and its communication time against the bandwidth
               (`lightning_fcl.evaluation.summary`).
-            - ``volume_by_round``: volume of each round.
-        results_by_row: Contents of ``results.json`` of each seed of the rows that were run.
+            - ``volume_by_round``: communication volume of each round.
+        results_by_row: Runs of each row that was run, by the name of the row.
     """
     paths = []
     for figure in figures:
@@ -78,7 +78,7 @@ def write_figures(out: Path, figures: Sequence[Mapping[str, Any]], results_by_ro
 
 
 def _points(panels: Panels, curve: Callable[[str, Runs], Points]) -> Points:
-    """Return the points of all lines, with the panel and the label of their line. ``curve`` makes a line's points."""
+    """Return the points of all lines, with the panel and the label of the line. ``curve`` returns one line's points."""
     return [
         {"panel": panel, "line": label, **point}
         for panel, lines in panels.items()
@@ -104,7 +104,7 @@ def _wrapped(name: str, letters: int = 34) -> str:
 
 
 def _names_of_equal_lines(points: Points) -> dict[str, str]:
-    """Return for each line the names of all lines with equal points, because such lines are drawn as one."""
+    """Return a label for each line. It names all lines with equal points, because such lines are drawn as one."""
     points_by_line: dict[str, list[Any]] = {}
     for point in points:
         points_by_line.setdefault(point["line"], []).append({**point, "line": ""})
@@ -115,7 +115,7 @@ def _names_of_equal_lines(points: Points) -> dict[str, str]:
 
 
 def _merged(points: Points, names: dict[str, str]) -> Points:
-    """Return the points of the first of all lines that share a name, under this name."""
+    """Return points with the new names of their lines. Of several lines with the same new name, the first is kept."""
     first = {name: line for line, name in reversed(names.items())}
     return [{**p, "line": names[p["line"]]} for p in points if first[names[p["line"]]] == p["line"]]
 
@@ -162,10 +162,10 @@ def draw_tasks(panels: Panels, title: str) -> Spec:
 
 
 def draw_communication(panels: Panels, title: str) -> Spec:
-    """Return the figure of the communication volume of each row, and of its time against the bandwidth."""
+    """Return the figure of the communication volume of each row, and of its communication time by bandwidth."""
 
     def volume(row: str, runs: Runs) -> Points:
-        """Return the uploads of all clients and, stacked on them, the downloads in megabytes, mean over the seeds."""
+        """Return two stacked bars in megabytes, means over the seeds: uploads, then downloads, of all clients."""
         upload_mb, download_mb = (
             np.mean([communication_volumes(run["record"]).sum(axis=1) for run in runs], axis=0) / 1e6
         )
@@ -224,7 +224,8 @@ def draw_volumes(panels: Panels, title: str) -> Spec:
 def draw_densities(panels: Panels, title: str, experiences: bool = False) -> Spec:
     """Return the figure of activation densities, mean over the seeds.
 
-    Each row has a line after its last experience. With ``experiences``, each experience of a panel's row has a line.
+    Each row has one line: the density after its last experience. If ``experiences``, the row of a panel has a line for
+    each experience.
     """
     rows: Points = []
     for panel, lines in panels.items():

@@ -81,7 +81,7 @@ def get_quantities(record: Record) -> list[Quantity]:
 
 
 def get_quantity(record: Record) -> Quantity:
-    """Return the quantity of the curves and matrices of a record: accuracy, or the first measure."""
+    """Return the quantity that curves and matrices of a record show: accuracy, or the first measure."""
     return get_quantities(record)[0]
 
 
@@ -93,13 +93,13 @@ def tested_models(entry: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class ModelHistory:
-    """The test results of one model by one quantity, round by round.
+    """The test results of one model for one quantity, round by round.
 
     Args:
         model: ``"server"``, or a client's id.
         quantity: Quantity of the values.
-        values: Function that returns the values on some groups together, shape (R,).
-        experience: Experience (from 0) in each of the R tests.
+        values: Function that returns the value on some groups together in each test, shape (R,).
+        experience: Number of the experience (from 0) in each of the R tests.
         tasks: Groups of each of the T tasks.
         num_groups: Number of groups of test samples.
         num_before_fit: Number of tests before the first round: 1 for the server of a stream with a base session.
@@ -126,12 +126,12 @@ class ModelHistory:
 
     @cached_property
     def personal(self) -> FloatArray:
-        """Values on all groups that the model had learned by then, shape (R,)."""
+        """Value in each test on all groups that the model had learned by the time of the test, shape (R,)."""
         return personal_values(self.values, self.experience, self.tasks)
 
     @cached_property
     def stream(self) -> FloatArray:
-        """Values on the groups of experiences 0..i after the last round of experience i, shape (T,)."""
+        """Value on experiences 0 to i after the last round of experience i, for each i, shape (T,)."""
         return stream_values(self.values, self.experience, self.tasks)
 
     @cached_property
@@ -147,7 +147,7 @@ class ModelHistory:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The test results of all models of a run by one quantity.
+    """The test results of all models of a run for one quantity.
 
     Args:
         record: Record of the run.
@@ -172,7 +172,9 @@ class Evaluation:
 
 
 def truncate_record(record: Record, tasks: int) -> dict[str, Any]:
-    """Return the record of the first tasks of each client, without the values that are measured at the end of a run.
+    """Return the record of the first tasks of each client.
+
+    If rounds are removed, the values that are measured at the end of a run are removed, too.
 
     Example:
         >>> rounds = [{"round": r, "experience": {"server": r, "a": r}, "correct": {"a": [9 - r, r]}} for r in range(2)]

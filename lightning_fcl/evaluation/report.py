@@ -1,6 +1,6 @@
 """Report of a run: main numbers, charts, metrics of each client, settings and the recipe.
 
-The charts show values under the pointer. Charts of one model have a list to select the model.
+A chart shows the values of the point under the mouse pointer. A chart of a single model has a list to select the model.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _VALUES = 20_000
 # Maximum number of clients that the chart of clients shows as bars.
 _BARS = 60
 _SPREAD = ("worst", "lower quartile", "upper quartile", "best")
-_SERVER, _STREAM, _CLIENTS = "server, whole test set", "server, experiences so far", "mean over clients"
+_SERVER, _STREAM, _CLIENTS = "server, whole test set", "server, all experiences so far", "mean over clients"
 _LOOKS = {_SERVER: COLORS[0], _STREAM: COLORS[2], _CLIENTS: COLORS[1]}
 # Number of clients in the table of the worst clients.
 _WORST = 10
@@ -100,7 +100,7 @@ def _against(name: str, value: float | None, paper: float) -> list[str | tuple[s
 
 
 def _client_problems(record: Mapping[str, Any]) -> Iterator[list[str]]:
-    """Yield round, client and problem of each dropped upload, each non-finite loss and each duplicate claim."""
+    """Yield the round (from 1), the client and the problem of each dropped upload, bad loss and duplicate claim."""
     for entry in record["rounds"]:
         reasons = [
             *entry.get("dropped", {}).items(),
@@ -122,8 +122,8 @@ def _totals(metrics: Mapping[str, float], quantities: Sequence[Quantity]) -> lis
 def overview_chart(record: Record, curves_by_model: Curves) -> Spec | None:
     """Return the chart of the server and of the clients by round.
 
-    The server has a line for the whole test set and a line for its experiences so far. The clients have a line for
-    their mean, and bands from the worst to the best client and between the quartiles.
+    The server has a line for the whole test set. With several tasks, it has a second line for all experiences so far.
+    The clients have a line for their mean, and bands from the worst to the best client and between the quartiles.
     """
     quantity, x, spread = (
         get_quantity(record),
@@ -156,7 +156,7 @@ def overview_chart(record: Record, curves_by_model: Curves) -> Spec | None:
 
 
 def rounds_chart(record: Record, curves_by_model: Curves) -> Spec | None:
-    """Return the chart of the server by the simulated clock, or None if the run has no simulated clock."""
+    """Return the chart of the server's values by simulated time, or None if the run has no simulated clock."""
     times, quantity = simulated_times(record), get_quantity(record)
     rows = [
         {**row, "seconds": float(times[row["round"] - 1])} for row in _server(record, curves_by_model) if len(times)
@@ -170,9 +170,9 @@ def rounds_chart(record: Record, curves_by_model: Curves) -> Spec | None:
 
 
 def group_chart(record: Record, curves_by_model: Curves) -> Spec | None:
-    """Return the chart of each group of test samples by round, for the selected model.
+    """Return the chart of the values on each group of test samples by round, for the selected model.
 
-    Up to seven groups are lines. More groups are a heat map.
+    Up to seven groups are drawn as lines. More groups are drawn as a heat map.
     """
     quantity, names = get_quantity(record), record["groups"]
     if not curves_by_model or len(names) < 2:
@@ -232,9 +232,9 @@ def accuracy_matrix_chart(record: Record) -> Spec | None:
 
 
 def forgetting_chart(record: Record) -> Spec | None:
-    """Return the chart of each task after its last round and at the end of the run, for the selected model.
+    """Return the chart of the value on each task after its last round and at the end of the run.
 
-    The line between the two points shows the loss or the gain.
+    The chart shows the selected model. The line between the two points of a task shows the loss or the gain.
     """
     matrix_by_model, quantity = matrices(record, rounds="last"), get_quantity(record)
     models = _first(matrix_by_model, max(map(len, matrix_by_model.values()), default=1))
@@ -309,7 +309,7 @@ def communication_chart(record: Record) -> Spec | None:
 def density_charts(density_records: Mapping[str, Any], names: Sequence[str]) -> Spec | None:
     """Return the chart of a reservoir's activation densities after each experience.
 
-    If there are densities of groups of test samples, the chart has a list to select them or all test samples.
+    If the record has densities of groups of test samples, a list selects a group, or all test samples.
     """
     rows = [
         {"model": model, "line": names[entry["experience"]], **point}
@@ -326,19 +326,19 @@ def density_charts(density_records: Mapping[str, Any], names: Sequence[str]) -> 
 
 
 def _first(models: Mapping[str, Any], values_per_model: int) -> list[str]:
-    """Return the first models, as many as a chart of at most ``_VALUES`` values can show, but at least one."""
+    """Return the names of at least one and at most as many models as a chart of ``_VALUES`` values can show."""
     return list(models)[: max(1, _VALUES // max(values_per_model, 1))]
 
 
 def _lines(base: alt.Chart, rows: Points, **line: Any) -> list[alt.Chart]:
-    """Return the lines and points of the server and of the clients, as far as there are values."""
+    """Return the layers with the lines and the points of a chart. A line without values is left out."""
     names = [name for name in _LOOKS if any(row["line"] == name for row in rows)]
     base = base.encode(color=charts.color_scale("line", names, [_LOOKS[name] for name in names]))
     return [base.mark_line(**line), charts.draw_points(base)]
 
 
 def _server(record: Record, curves_by_model: Curves) -> Points:
-    """Return the server's values on the whole test set and, with several tasks, on its experiences so far."""
+    """Return the server's values on the whole test set and, with several tasks, on all experiences so far."""
     if (server := curves_by_model.get("server")) is None:
         return []
     series = [(_SERVER, server.overall), (_STREAM, server.seen_classes)][: 1 + (len(record["tasks"]["server"]) > 1)]
@@ -350,7 +350,7 @@ def _server(record: Record, curves_by_model: Curves) -> Points:
 
 
 def _spread(record: Record, curves_by_model: Curves) -> Points:
-    """Return the spread over the clients that were tested in each round, on all groups learned so far."""
+    """Return the spread of the tested clients' values in each round, on all groups that a client has learned so far."""
     rows, way = [], get_quantity(record).sign
     for number, value_by_client in charts.client_curves(curves_by_model).items():
         values = way * np.array([*value_by_client.values()])
@@ -362,7 +362,7 @@ def _spread(record: Record, curves_by_model: Curves) -> Points:
 
 
 def _starts(record: Record, model: str) -> Points:
-    """Return the position of the start of each experience on the round axis, with the groups that the model learns."""
+    """Return the start of each experience, as a position on the round axis, with the groups that the model learns."""
     starts, last = [], -1
     for entry in record["rounds"]:
         number = entry["experience"].get(model, last)

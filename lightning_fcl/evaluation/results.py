@@ -38,10 +38,11 @@ _WRITTEN = (LAST, _RECORD, _SEAL, "results.json", "metrics.csv", "report.html")
 
 
 class RecordFile:
-    """The file ``record.jsonl`` of a run folder, which contains the record of the run in place of its checkpoints.
+    """The file ``record.jsonl`` of a run folder. It contains the record of the run, which checkpoints do not contain.
 
-    A line is a round, or all other entries of the record each time that they change. A checkpoint contains the size of
-    the file in bytes and a SHA-256 of its lines. Lines after this size belong to rounds that are trained again.
+    A line contains one round. If other entries of the record change, a line contains all entries except the rounds. A
+    checkpoint contains the size of the file in bytes and a SHA-256 of its lines. Lines after this size belong to rounds
+    that a resumed fit trains again.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -56,14 +57,14 @@ class RecordFile:
         self._size, self._digest = 0, ""
 
     def extend(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Append the new entries of a record, and return what a checkpoint stores in place of the record."""
+        """Append the new entries of a record. Return the size and the SHA-256 that a checkpoint stores instead."""
         rest, rounds = {name: value for name, value in record.items() if name != "rounds"}, record["rounds"]
         if self._number and (len(rounds) < self._number or rounds[self._number - 1] != self._last):
-            # The file has the rounds of another fit: write it again.
+            # The file contains the rounds of another fit, so it is written again from the start.
             self._begin()
         lines = [] if rest == self._rest else [{"rest": rest}]
         for entry in rounds[self._number :]:
-            # The experiences of many clients are long, so equal ones are written once.
+            # The experiences of many clients are long. They are left out if they are those of the previous round.
             is_same_experience = entry["experience"] is self._last.get("experience")
             lines.append(
                 {name: value for name, value in entry.items() if not (is_same_experience and name == "experience")}
@@ -76,7 +77,10 @@ class RecordFile:
         return {"bytes": self._size, "sha256": self._digest}
 
     def _take(self, data: bytes) -> None:
-        """Add lines to the size and to the digest, which is chained by line: hash objects cannot be deep-copied."""
+        """Add lines to the size and to the digest.
+
+        The digest of each line includes the digest before it. A hash object is not kept, because it cannot be copied.
+        """
         self._size += len(data)
         for line in data.splitlines():
             self._digest = hashlib.sha256(self._digest.encode() + line).hexdigest()
@@ -85,7 +89,7 @@ class RecordFile:
         """Return the record of a checkpoint.
 
         Args:
-            checkpoint_record: What the checkpoint stores in place of the record: ``bytes`` and ``sha256``.
+            checkpoint_record: Values that the checkpoint stores in place of the record: ``bytes`` and ``sha256``.
 
         Raises:
             ValueError: If the file is shorter than at the time of the checkpoint, or if its lines differ.
@@ -113,7 +117,7 @@ class RecordFile:
 
 
 def last_recorded_round(folder: Path) -> int:
-    """Return the number of the last round in ``record.jsonl`` of a run folder, or -1 if there is none.
+    """Return the number of the last round in ``record.jsonl`` of a run folder, or -1 if the file has no round.
 
     An incomplete last line does not count.
     """
@@ -132,7 +136,7 @@ def write_results(folder: str | Path, results: Mapping[str, Any], indent: int | 
 
 
 def read_results(folder: str | Path) -> dict[str, Any]:
-    """Read ``results.json`` of a run folder and compare its checksum.
+    """Return the content of ``results.json`` of a run folder, after comparing its checksum.
 
     Raises:
         FileNotFoundError: If there is no ``results.json``.
@@ -213,10 +217,11 @@ def write_page(folder: Path, results: Mapping[str, Any]) -> Path:
 
 
 def write_csv(path: Path, record: Mapping[str, Any]) -> Path:
-    """Write a line for each model and round: accuracy, accuracy on each group, upload bytes and download bytes.
+    """Write a CSV file with a line for each model and round, and return its path.
 
-    If the record has measures, the line contains each measure in place of the accuracy. A value that was not measured
-    is empty. The last column contains the simulated seconds until the end of the round, if the strategy has a schedule.
+    A line contains the accuracy, the accuracy on each group, upload bytes and download bytes. If the record has
+    measures, the line contains each measure in place of the accuracy. A value that was not measured is empty. If the
+    strategy has a schedule, the last column contains the simulated seconds from the start to the end of the round.
     """
     quantities, groups = get_quantities(record), record["groups"]
     columns: list[str] = []

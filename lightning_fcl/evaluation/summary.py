@@ -28,7 +28,7 @@ from lightning_fcl.evaluation.record import get_quantity
 from lightning_fcl.validation import format_names
 
 BANDWIDTHS = (1e5, 2.5e5, 5e5, 1e6, 5e6, 1e7)
-"""Six bandwidths in bytes per second, from 100 KB/s to 10 MB/s. The paper names these two and its own, 1 MB/s."""
+"""Bandwidths in bytes per second. The paper names 100 KB/s, 10 MB/s, and 1 MB/s, which is its own bandwidth."""
 DIRECTIONS = ("upload_bytes", "download_bytes")
 
 
@@ -89,7 +89,7 @@ def summary_metrics(results: Mapping[str, Any]) -> list[SummaryMetric]:
             summaries += available_metrics[:1]
     if len(ends := final_client_metrics(record)) > 1:
         client, value = ends[0]
-        summaries.append(SummaryMetric("worst client", value, f"{model_name(client)}, experiences so far"))
+        summaries.append(SummaryMetric("worst client", value, f"{model_name(client)}, on all experiences so far"))
     if communication_bytes := sum(
         metrics.get(f"{metric.name}/total", 0.0) for metric in (UPLOAD_BYTES, DOWNLOAD_BYTES)
     ):
@@ -100,7 +100,7 @@ def summary_metrics(results: Mapping[str, Any]) -> list[SummaryMetric]:
 
 
 def final_client_metrics(record: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """Return the last value of each client on all groups that it has learned, the worst client first."""
+    """Return pairs of a client and its last value on all groups that it has learned, the worst client first."""
     values_by_client = {model: curve.seen_classes for model, curve in curves(record).items() if model != "server"}
     ends = [(model, float(values[-1])) for model, values in values_by_client.items() if np.isfinite(values[-1])]
     return sorted(ends, key=lambda end: get_quantity(record).sign * end[1])
@@ -117,14 +117,18 @@ def task_name(record: Mapping[str, Any], model: str, task: int) -> str:
 
 
 def experience_names(record: Mapping[str, Any]) -> list[str]:
-    """Return the names of the server's experiences: their groups, or their numbers if such names are long or equal."""
+    """Return the names of the server's experiences.
+
+    A name lists the groups of the experience. If a name is longer than 24 characters or two names are equal, all names
+    are numbers.
+    """
     names = [", ".join(record["groups"][group] for group in groups) for groups in record["tasks"].get("server", [])]
     distinct = len(set(names)) == len(names) and max(map(len, names), default=0) <= 24
     return names if distinct else [str(number + 1) for number in range(len(names))]
 
 
 def experience_labels(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a label for each experience of several runs. It contains the number if the runs have different names."""
+    """Return a label for each experience of several runs: its name, or its number if the names of the runs differ."""
     names = experience_names(records[0])
     numbers = [str(number + 1) for number in range(len(names))]
     if names != numbers and all(experience_names(record) == names for record in records):
@@ -140,7 +144,7 @@ def describe_run_size(results: Mapping[str, Any]) -> str:
 
 
 def communication_volumes(record: Mapping[str, Any]) -> FloatArray:
-    """Return the bytes that all clients together sent and received in each round, shape (2, R).
+    """Return the bytes that all clients together sent (row 0) and received (row 1) in each round, shape (2, R).
 
     Example:
         >>> record = {"rounds": [{"upload_bytes": {"a": 40, "b": 40}, "download_bytes": {"a": 50, "b": 50}}]}
@@ -157,7 +161,7 @@ def communication_time(record: Mapping[str, Any], bandwidth: float) -> float:
 
     All clients transfer at the same time, each over its own link: first the download, then, after training, the upload.
     A round waits for the client with the most bytes in both directions together. Latency and the bandwidth of the
-    server do not count.
+    server are ignored.
 
     Args:
         record: Record of a run.

@@ -1,4 +1,4 @@
-"""Tables of a paper: metrics of the runs of each row over several seeds, stored in ``table.json``."""
+"""Tables of a paper: the metrics of each row over several seeds, stored in ``table.json``."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class Cell:
-    """A value of a table, over seeds.
+    """A cell of a table: the values of one metric in one row, over several seeds.
 
     Args:
-        values: Value of each seed. Empty if only the paper reports the metric.
+        values: Value of the metric, by seed. Empty if only the paper reports the metric.
         paper: Value of the paper, or None.
     """
 
@@ -39,12 +39,12 @@ class Cell:
 
     @property
     def mean(self) -> float | None:
-        """Mean over the seeds. None without a value."""
+        """Mean over the seeds. None if there is no value."""
         return statistics.fmean(self.values.values()) if self.values else None
 
     @property
     def std(self) -> float | None:
-        """Sample standard deviation over the seeds (divided by n - 1). 0 for one seed, None without a value."""
+        """Sample standard deviation over the seeds (divided by n - 1). 0 for one seed, None if there is no value."""
         if self.n < 2:
             return 0.0 if self.values else None
         return statistics.stdev(self.values.values())
@@ -56,7 +56,7 @@ class Cell:
 
     @property
     def deviation(self) -> float:
-        """Distance between the mean and the paper's value, both rounded to three decimals. Infinite if one is None."""
+        """Distance between mean and paper's value, both rounded to three decimals. Infinite if either is None."""
         if self.mean is None or self.paper is None:
             return float("inf")
         return abs(round(self.mean, 3) - round(self.paper, 3))
@@ -70,14 +70,20 @@ class Cell:
         return "near" if self.deviation <= NEAR_TOLERANCE + 1e-9 else "spread" if in_spread else "outside"
 
     def text(self, name: str, mark: str = "") -> str:
-        """Return the cell as text ``ours ± std (paper)``, without ± for one seed and for equal sizes in bytes."""
+        """Return the cell as text ``ours ± std (paper)``.
+
+        The text has no ± for a single seed, or if sizes in bytes are equal for all seeds.
+        """
         spread = f" ± {metric_number(name, self.std)}" if self.n > 1 and (self.std or not is_size(name)) else ""
         paper = f" ({metric_number(name, self.paper)})" if self.paper is not None else ""
         return f"{mark}{metric_number(name, self.mean)}{mark}{spread}{paper}"
 
 
 class VerdictCounts(NamedTuple):
-    """Numbers of values in a table that are near the paper's values, within two standard deviations, or outside."""
+    """Numbers of values in a table, by agreement with the paper's values.
+
+    A value is near the paper's value, within two standard deviations, or outside.
+    """
 
     num_near: int
     num_within_spread: int
@@ -85,7 +91,10 @@ class VerdictCounts(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """Verdict on a table. Reproduced: at most a tenth is outside. Not reproduced: more than half is outside."""
+        """Verdict on a table.
+
+        Reproduced: at most 10 % of the values are outside. Not reproduced: more than 50 % of the values are outside.
+        """
         if not sum(self):
             return "not compared"
         share = self.num_outside / sum(self)
@@ -94,13 +103,13 @@ class VerdictCounts(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """The rows of a paper's table, and how they were measured.
+    """The rows of a paper's table, with a description of the runs.
 
     Args:
         paper: Name of the paper's recipes.
         scale: Scale of the runs. ``paper`` is the paper's own scale.
         command: Command that wrote the table.
-        versions: Versions of the packages of the runs, by package.
+        versions: Version of each package that the runs used, by the name of the package.
         machine: Machine of the runs.
         seconds: Sum of the durations of the runs.
         rows: Cells of each row, by metric.
@@ -137,7 +146,7 @@ class Table:
 
     @property
     def seeds(self) -> list[int]:
-        """All seeds of the table. A row may have fewer."""
+        """All seeds of the table. A row may have only some of these seeds."""
         return sorted({seed for row in self.rows.values() for cell in row.values() for seed in cell.values})
 
     @property
@@ -172,9 +181,9 @@ class Table:
 
 
 def cells(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Cell]]:
-    """Return the cells ``{row: {metric: cell}}`` of all metrics of some runs and of their papers.
+    """Return a cell for each row and metric of some runs, as ``{row: {metric: cell}}``.
 
-    The row of a run without a recipe row is its command.
+    Metrics that only the paper reports have a cell without values. If a run has no recipe row, its row is its command.
     """
     rows: dict[str, dict[int, Mapping[str, Any]]] = {}
     for result in results:
@@ -199,16 +208,16 @@ def cells(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Cell]]:
 
 
 def with_tasks(table: Table, results: Mapping[str, Sequence[Mapping[str, Any]]], gains: Mapping[str, Any]) -> Table:
-    """Return a table with two more metrics: the clients' average accuracy after each task, and gains of some rows.
+    """Return a table with two more metrics: the clients' average accuracy after each task, and the gain of some rows.
 
-    The gain of a row is the relative difference of its accuracy from the mean accuracy of other rows. There are gains
-    only if all these rows were run.
+    The gain of a row is its accuracy divided by the mean accuracy of other rows, minus 1. Gains are left out unless all
+    these rows were run.
 
     Args:
         table: Table without these metrics.
         results: Contents of ``results.json`` of each seed, by row.
-        gains: Rows that have a gain (``of``), rows of the mean (``over``), and the paper's gain after each task
-            (``paper``).
+        gains: A mapping with three keys. ``of``: rows that have a gain. ``over``: rows of the mean accuracy. ``paper``:
+            the paper's gain after each task.
     """
     curves = {row: {one["seed"]: task_curves(one["record"])[0] for one in runs} for row, runs in results.items()}
     cells_by_row = {row: _cells("accuracy", of) for row, of in curves.items()}
@@ -221,7 +230,7 @@ def with_tasks(table: Table, results: Mapping[str, Sequence[Mapping[str, Any]]],
 
 
 def _cells(name: str, curves: Mapping[int, FloatArray], paper: Sequence[float | None] = ()) -> dict[str, Cell]:
-    """Return a cell for each task after which there is a value."""
+    """Return a cell for each task, by the name of the metric. A task without a value is left out."""
     longest = max(map(len, curves.values()), default=0)
     papers = [*paper, *[None] * longest]
     values = [
@@ -232,7 +241,7 @@ def _cells(name: str, curves: Mapping[int, FloatArray], paper: Sequence[float | 
 
 
 def write_table(folder: str | Path, table: Table) -> tuple[Path, Path]:
-    """Write ``table.json``, and ``table.md`` with a line for each row and cells ``ours ± std (paper)``."""
+    """Write ``table.json`` and ``table.md``, and return both paths. ``table.md`` has a line for each row."""
     lines = [[row, *(of[n].text(n) if n in of else "-" for n in table.metrics)] for row, of in table.rows.items()]
     note = "Mean ± standard deviation over the seeds, with the paper's value in parentheses. No ± means one seed."
     note += f" Written by lightning-fcl {__version__}."
@@ -250,7 +259,7 @@ def write_table(folder: str | Path, table: Table) -> tuple[Path, Path]:
 
 
 def read_table(path: str | Path) -> Table:
-    """Read and check a ``table.json``."""
+    """Return the table in a ``table.json``, after checking the content of the file."""
     path, hint = Path(path), "Write the table with `lightning-fcl reproduce`."
     content = read_json(path, "a table in ", _FORMAT, hint)
     try:

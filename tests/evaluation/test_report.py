@@ -234,7 +234,7 @@ def test_report_charts_have_values_of_the_record():
         every["server"].rounds, every["server"].overall, every["server"].seen_classes, strict=True
     ):
         assert ours["server, whole test set", round_idx + 1] == pytest.approx(whole, abs=1e-4)
-        assert ours["server, experiences so far", round_idx + 1] == pytest.approx(learnt, abs=1e-4)
+        assert ours["server, all experiences so far", round_idx + 1] == pytest.approx(learnt, abs=1e-4)
     rows = rows_of(drawn["Accuracy on each class or domain"])
     groups = {(row["model"], row["round"], row["group"]): row["value"] for row in rows}
     assert groups["client1", 3, "group|7"] == pytest.approx(every["client1"].accuracy[2, 7], abs=1e-4)
