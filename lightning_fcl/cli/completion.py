@@ -43,12 +43,12 @@ class Completion(Command):
             load_command(class_path).arguments(commands.add_parser(name, help=summary, conflict_handler="resolve"))
         preamble = _PREAMBLE[options.shell] % (_RECIPES, " ".join(list_recipes()))
         script = shtab.complete(whole, options.shell, preamble={options.shell: preamble})
-        # An evaluated script must call `compdef` itself, because zsh reads the first line only in files of its path.
+        # zsh reads the first line only in files on its search path. A script for `eval` must call `compdef` itself.
         print(f"{script}\ncompdef _shtab_lightning_fcl lightning-fcl" if options.shell == "zsh" else script)
 
 
 class _Completed(ArgumentParser):
-    """A parser that sets the completion of its arguments. Parsers of subcommands have the same class."""
+    """An ArgumentParser that sets the shell completion of its arguments. Parsers of subcommands have this class, too."""
 
     def add_argument(self, *names: Any, **settings: Any) -> Action:
         action, shtab = super().add_argument(*names, **settings), require_package("shtab", _FOR_WHAT)

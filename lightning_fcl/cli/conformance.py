@@ -14,13 +14,15 @@ class Conformance(Command):
     lightning-fcl conformance FedProx          checks the implementation of this library
     lightning-fcl conformance my_methods.py    checks all methods in a file, and classes with the attribute `implements`
     lightning-fcl conformance my_methods.Prox  checks one class of a module that can be imported
+
+    The attribute `implements` of a class names the method. By default, the name of the class is the name of the method.
     """
 
     def arguments(self, parser: ArgumentParser) -> None:
         parser.add_argument(
             "target", metavar="METHOD_OR_FILE", help="check a method by name, a Python file, or a class path"
         )
-        parser.add_argument("--method", metavar="NAME", help="check the statements of NAME (default: `implements`)")
+        parser.add_argument("--method", metavar="NAME", help="set the method that the class implements")
 
     def run(self, options: Namespace) -> None:
         from lightning_fcl.conformance import get_classes, run_statements

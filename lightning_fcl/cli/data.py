@@ -16,7 +16,7 @@ from lightning_fcl.runs.recipe import Recipe
 class Data(Command):
     """List, verify, download and plot datasets.
 
-    `clear-features` deletes the cached outputs of backbones. `show` also takes the settings of `fit`, such as
+    `clear-features` deletes the cached outputs of backbones. `show` also accepts settings of a recipe, such as
     --data.batch_size 16.
     """
 

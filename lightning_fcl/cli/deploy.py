@@ -54,7 +54,7 @@ class Deploy(Command):
         kind = "*.toml" if options.what == "flower" else "*.npz"
         if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not any(out.glob(kind)))):
             raise InvalidValueError(
-                f"Expected {out} to be an empty folder, or the output of an earlier `deploy`, but it is not.",
+                f"Expected {out} to be an empty folder, or the output of an earlier `deploy`, but it is neither.",
                 hint="Use an empty folder with `--out`.",
             )
         from lightning_fcl.runs.fit import resolve_recipe

@@ -114,7 +114,10 @@ def is_run(folder: Path) -> bool:
 
 
 def recipe_of_run(folder: Path, options: Namespace) -> Recipe:
-    """Return the recipe of a run with its folder, its newest checkpoint and the settings of the command."""
+    """Return the recipe of a run, with the run's folder, a checkpoint and the settings of the command.
+
+    The checkpoint is `--ckpt_path`, or the newest checkpoint of the run.
+    """
     checkpoint = options.ckpt_path or str(get_run_checkpoint(folder))
     recipe = Recipe((folder / CONFIG,)).with_values({"ckpt_path": checkpoint, "out": str(folder)})
     return recipe.with_layers(*options.layers)
@@ -129,7 +132,7 @@ def print_help(command: str) -> None:
 
 
 def _free_folder(options: Namespace) -> Path:
-    """Return the folder of the results. A number is appended if the folder contains another run."""
+    """Return the folder for the results. A number is appended to its name if the folder already contains a run."""
     out = options.out
     if not out:
         recipe_paths = [*map(Path, options.recipes), *(layer for layer in options.layers if isinstance(layer, Path))]
@@ -149,7 +152,7 @@ def _free_folder(options: Namespace) -> Path:
     free = next(one for one in chain([folder], numbered) if find_run_folder(one / CONFIG) is None)
     if free != folder:
         command = shlex.join(["lightning-fcl", "fit", str(folder)])
-        print(f"{folder} contains another run, which `{command}` resumes. This run is written to {free}.")
+        print(f"{folder} already contains a run, which `{command}` resumes. The new run is written to {free}.")
     return free
 
 
@@ -273,7 +276,7 @@ def flatten_recipe(row: Row) -> str:
     yaml.width = 120
     yaml.preserve_quotes = True
     content = Recipe((*row.recipe.files, *map(_typed, row.recipe.settings))).content()
-    content.pop("out", None)  # The results of the new file are written to a folder with its name.
+    content.pop("out", None)  # Without `out`, a fit of the new file writes to a folder with the name of the file.
     heads, styles = list[str](), list[Any]()
     for path in row.recipe.files:
         lines = read_text(path).split("\n")
@@ -285,10 +288,10 @@ def flatten_recipe(row: Row) -> str:
 
 
 def _typed(setting: Setting) -> Setting:
-    """Return a setting with its text converted to a number, list or dictionary, as in a file."""
+    """Return a setting whose text is converted to a number, list or dictionary, as if it was in a file."""
     text = setting.value
     if isinstance(text, str):
-        with suppress(ValueError, YAMLError):  # A text that is no JSON or YAML value stays a text.
+        with suppress(ValueError, YAMLError):  # A text that is not a valid JSON or YAML value is not converted.
             return Setting(setting.name, load_yaml(text) if text[:1] in ("{", "[") else json.loads(text))
     return setting
 

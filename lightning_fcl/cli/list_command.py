@@ -52,10 +52,10 @@ class Ls(Command):
 
     def arguments(self, parser: ArgumentParser) -> None:
         parser.add_argument(
-            "kind", nargs="?", metavar="KIND", help="select a kind (default: count the items of all kinds)"
+            "kind", nargs="?", metavar="KIND", help="list items of this kind (default: count the items of all kinds)"
         )
-        parser.add_argument("pattern", nargs="?", default="", help='select by part of a name, or as in "flwf/*-ex"')
-        parser.add_argument("--json", action="store_true", help="print descriptions by name as JSON")
+        parser.add_argument("pattern", nargs="?", default="", help='select by part of a name or pattern: "flwf/*-ex"')
+        parser.add_argument("--json", action="store_true", help="print the output as JSON")
 
     def run(self, options: Namespace) -> None:
         if options.kind is None:

@@ -1,4 +1,4 @@
-"""`lightning-fcl reproduce`: training the recipes of a paper, and its table."""
+"""`lightning-fcl reproduce`: train the recipes of a paper, and write its table."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ class Reproduce(Command):
     def run(self, options: Namespace) -> None:
         """Train the recipes of a paper and write its table. Finished runs and reusable runs are not trained again.
 
-        The table contains the metrics with a number in the paper, and the metrics listed in ``rows.yaml``.
+        The table contains the metrics with a value in the paper, and the metrics listed in ``rows.yaml``. If there are
+        none, the table contains all metrics.
         """
         paper, seeds, scale, workers = options.paper, options.seeds, options.scale, options.workers
         folder = paper_folder(paper)
@@ -188,7 +189,7 @@ def reuse_committed_runs(jobs: Sequence[Job], out: Path, committed: Path) -> Non
             if not job.has_written(source):
                 reason = f"Expected a run of this recipe, seed and version in {source}, but its fingerprint differs."
             elif job.needs_run(results):
-                reason = f"Expected a run of all requested tasks in {source}, but it has only {results['tasks']}."
+                reason = f"Expected a run of all requested tasks in {source}, but it has only {results['tasks']} tasks."
         except ValueError as error:
             reason = str(error)
         if reason:
@@ -212,7 +213,7 @@ def match_names(text: str | None, known_names: list[str], argument_name: str, be
         beginnings: Whether the list may contain prefixes of names.
 
     Raises:
-        UnknownNameError: If no known name matches.
+        UnknownNameError: If an entry of the list matches no known name.
     """
     if text is None:
         return known_names

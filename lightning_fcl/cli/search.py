@@ -30,7 +30,7 @@ from lightning_fcl.validation import at_least, one_of
 
 @dataclass(frozen=True)
 class Search:
-    """A search file, with the selected case and row.
+    """The settings of a search file, with the selected case and row.
 
     Args:
         configs: Recipe files, relative to the search file. Later files override earlier files.
@@ -40,13 +40,13 @@ class Search:
         sampler: Sampler of the hyperparameters.
         seeds: Number of seeds per trial. The objective is the mean over the seeds.
         direction: Direction of better values. By default, the direction of the metric.
-        eval_split: Samples for the objective.
-        variants: Fixed settings of separate searches, by the name of the case.
+        eval_split: Samples on which the objective is measured.
+        variants: Cases: separate searches with their own fixed settings. The key is the name of the case.
         first_seed: First seed of each trial.
         scale: Scale of the row in ``rows.yaml``, if a row is searched.
         recipe: The recipe whose hyperparameters are searched: the recipe of the row, and the files of ``configs``.
         case: Name of the selected case of ``variants``.
-        points: Points of the grid from another search. By default, the grid of ``space``.
+        points: Points from another search, for the grid sampler. By default, all points of ``space`` are tried.
     """
 
     configs: list[str]
@@ -106,7 +106,7 @@ class Search:
 
         Args:
             path: The search file.
-            trials: Number of trials, which overrides that of the file.
+            trials: Number of trials. It overrides the number in the file.
             case: Case of ``variants``.
             row: Row of the ``rows.yaml`` in the same folder. The files of ``configs`` override the recipe of the row.
                 Settings of the row that are searched or fixed by the case are ignored.
@@ -181,7 +181,10 @@ class Search:
         return {key: _distribution(key, what) for key, what in self.space.items()}
 
     def grid(self) -> Iterator[dict[str, Any]]:
-        """Return all points of the space, in which the last setting varies fastest, or the points of another search."""
+        """Return the points of the grid: all points of the space, or the points of another search.
+
+        In the space, the last setting varies fastest.
+        """
         if self.points:
             return iter(self.points)
         points: list[Sequence[Any]] = []
@@ -200,7 +203,7 @@ class Search:
         return (dict(zip(self.space, point, strict=True)) for point in itertools.product(*points))
 
     def to_settings(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the settings of the recipe for Optuna's parameters, and the settings of the case."""
+        """Return the settings of the recipe: the settings of the case, and the values of Optuna's parameters."""
         return self.case_overrides | {
             key: what[[_label(choice) for choice in what].index(params[key])] if isinstance(what, list) else params[key]
             for key, what in self.space.items()
@@ -247,11 +250,11 @@ def _value(text: str, distribution: BaseDistribution) -> Any:
 
 
 def trial_recipe(settings: Mapping[str, Any], callbacks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the recipe that sets the settings of a trial.
+    """Return a recipe with the settings of a trial.
 
     Args:
         settings: Values by their dotted names.
-        callbacks: The callbacks of the recipe. They are repeated if a setting changes one of them.
+        callbacks: The callbacks of the recipe. The result contains all of them if a setting changes a callback.
     """
     recipe: dict[str, Any] = {}
     for name, value in settings.items():
@@ -281,7 +284,8 @@ def validate_space(search: Search) -> list[dict[str, Any]]:
             return error
         return None
 
-    # Check all settings together, which is quick. Combinations that fail only together fail in their trials.
+    # All settings are checked together first, which is quick. Then each setting is checked alone to name the invalid
+    # one. If only a combination of settings is invalid, its trials fail.
     for key, value in first.items() if problem(first) else ():
         if error := problem({key: value}):
             raise InvalidValueError(

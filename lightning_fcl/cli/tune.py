@@ -1,8 +1,8 @@
 """`lightning-fcl tune`: a hyperparameter search for a recipe with Optuna, in parallel processes. It can be resumed.
 
-Each trial is a small recipe, ``trial.yaml``, which overrides the recipes of the search, and one run of `fit` per seed.
-The settings of a trial depend only on the seed, its number, and the trials before it. A resumed search reads the
-results of finished runs from their folders.
+Each trial has a small recipe, ``trial.yaml``, which overrides the recipes of the search. `fit` runs once for each seed.
+The settings of a trial depend only on the seed, the number of the trial, and the trials before it. A resumed search
+reads the results of finished runs from their folders.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class Tune(Command):
         trainer.callbacks.FLwF2T.alpha: {low: 0.0, high: 1.0}    # an argument of the callback FLwF2T of the recipe
       variants:                            # fixed settings of separate searches, selected with --case
         25 %: {data.split.train_clients: [a, b]}
-    The same command resumes an interrupted search. It writes best.yaml, trials.csv, trials.png, and a folder per trial
-    and seed.
+    The same command resumes an interrupted search. The command writes best.yaml, trials.csv, trials.png, and a folder
+    per trial and seed.
     """
 
     def arguments(self, parser: ArgumentParser) -> None:
@@ -87,7 +87,7 @@ class Tune(Command):
             "--trials-from",
             type=Path,
             metavar="TRIALS.csv",
-            help="try the best settings of another search",
+            help="try the trials of another search, the best first",
         )
         add("--workers", type=int, metavar="N", help="set the number of processes (default: CPU cores)")
         add("--seed", type=int, default=0, help="set the seed of the sampler (default: 0)")
@@ -139,7 +139,11 @@ class Tune(Command):
 def propose(
     study: optuna.Study, search: Search, seed: int, number: int, grid: Sequence[Mapping[str, Any]]
 ) -> optuna.Trial:
-    """Return the trial with a number. It depends only on the seed and the number; TPE also uses the earlier trials."""
+    """Return the trial with a number.
+
+    The settings depend only on the seed and the number. TPE also uses the earlier trials. With a grid, the settings are
+    the grid's point with this number.
+    """
     draw = int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
     study.sampler = optuna.samplers.RandomSampler(draw)
     if search.sampler == "tpe":
@@ -181,7 +185,7 @@ def trial_jobs(search: Search, number: int, recipe: Mapping[str, Any], out: Path
 def iter_finished_trials(
     jobs: Mapping[int, Sequence[Job]], workers: int | None
 ) -> Iterator[tuple[int, Failure | None]]:
-    """Yield each trial when all its runs have ended, with the failure of its first failed run."""
+    """Yield each trial when all its runs have ended, with the failure of its first failed run, or None."""
     numbers, failures = {job: number for number, runs in jobs.items() for job in runs}, dict[Job, Failure | None]()
     recorded_failures: dict[Job, Failure | None] = {job: None for job in numbers if is_finished(job)}
     recorded_failures |= {
@@ -207,7 +211,7 @@ def run_trial(job: Job) -> Failure | None:
     import torch
 
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)  # Lines about seeds would break the progress bar.
-    torch.set_num_threads(1)  # The number of threads changes the last digits, and workers use one thread.
+    torch.set_num_threads(1)  # The number of threads changes the last digits of results, and workers use one thread.
     try:
         run_job(job)
     except OSError:
@@ -231,7 +235,7 @@ def record_trial(
 
     Raises:
         InvalidValueError: If no trial has succeeded and the first trials all failed with errors of the same class and
-            code, or if the results have no such objective.
+            code, or if the results do not contain the objective.
     """
     value = math.nan
     if failure is None:
@@ -322,7 +326,7 @@ def trials_figure(study: optuna.Study, search: Search) -> dict[str, Any]:
 
 
 def write_best(trial: FrozenTrial, number: int, search: Search, best_name: str, out: Path) -> Path:
-    """Write the recipe of the best trial, with comments that contain the commands to train and to evaluate it."""
+    """Write the recipe of the best trial. Comments contain the commands to train it and to reproduce its objective."""
     path = out / "best.yaml"
     configs = shlex.join(Recipe((*search.recipe.files, path, *search.recipe.settings)).words)
     first, last = search.first_seed, search.first_seed + search.seeds - 1

@@ -16,7 +16,7 @@ from lightning_fcl.io.reading import read_text
 class Zoo(Command):
     """List, verify, use and publish pretrained networks.
 
-    The networks are those of the package, and those of the folder or URL in LIGHTNING_FCL_ZOO.
+    The networks come from the package, and from the folder or URL in the environment variable LIGHTNING_FCL_ZOO.
     """
 
     def arguments(self, parser: ArgumentParser) -> None:
@@ -49,7 +49,7 @@ class Zoo(Command):
         push.add_argument("--weights-license", default="", help="set the license of the weights")
         push.add_argument("--data-license", default="", help="set the license of the data")
         push.add_argument("--limitation", action="append", default=[], help="describe a limitation; can be repeated")
-        push.add_argument("--features", action="store_true", help="publish without class names, for features")
+        push.add_argument("--features", action="store_true", help="publish as a feature extractor, without class names")
         push.add_argument(
             "--numbered-classes", action="store_true", help="publish class numbers instead of class names"
         )

@@ -82,7 +82,7 @@ def test_fit_existing_out_writes_to_numbered_folder(words, begun, tmp_path, caps
     before = contents(begun)
     main(["fit", *words, "--out", str(begun), "--trainer.max_epochs", "1"])
     assert contents(begun) == before and len(get_record(tmp_path / "begun-2")["rounds"]) == 1
-    assert f"{begun} contains another run" in capsys.readouterr().out
+    assert f"{begun} already contains a run" in capsys.readouterr().out
 
 
 @pytest.mark.seconds
