@@ -22,7 +22,7 @@ class Conformance(Command):
         parser.add_argument(
             "target", metavar="METHOD_OR_FILE", help="check a method by name, a Python file, or a class path"
         )
-        parser.add_argument("--method", metavar="NAME", help="set the method that the class implements")
+        parser.add_argument("--method", metavar="NAME", help="set the name of the method that the class implements")
 
     def run(self, options: Namespace) -> None:
         from lightning_fcl.conformance import get_classes, run_statements

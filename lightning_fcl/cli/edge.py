@@ -19,28 +19,28 @@ if TYPE_CHECKING:
 
 
 class DeviceReport(Command):
-    """Estimate what a recipe needs on a microcontroller, without training.
+    """Estimate the memory, time and energy that a recipe needs on a microcontroller, without training.
 
-    M_F is the frozen part of the model (int8), M_T the trained part (fp32). A recipe freezes parameters
+    M_F is the frozen part of the model (int8). M_T is the trained part (fp32). A recipe freezes parameters
     with the reduction `constant`:
       trainer.strategy.init_args.reductions: {"model.backbone.*": constant}
-    Devices and links are in lightning_fcl/edge/profiles.yaml, which also describes how times are estimated. Your own
-    YAML file has the entries of one device or link.
+    Devices and links are in lightning_fcl/edge/profiles.yaml, which also describes how times are estimated. For
+    another device or link, pass a YAML file with the same entries.
     """
 
     def arguments(self, parser: ArgumentParser) -> None:
         add = parser.add_argument
         add("recipes", nargs="*", metavar="RECIPE.yaml", help="read recipes; later recipes override earlier ones")
-        add("--config", action="append", default=[], help="add a recipe that overrides the others")
+        add("--config", action="append", default=[], help="add a recipe that overrides the recipes before it")
         add("--profile", default="gap9-lpm", help="set the device, by name or YAML file (default: gap9-lpm)")
         add("--link", default="uwb-loco", help="set the link, by name or YAML file (default: uwb-loco)")
-        add("--nodes", type=int, metavar="N", help="set the nodes per round (default: from the recipe, or 3)")
-        add("--samples", type=int, metavar="N", help="set the samples per epoch (default: from the recipe, or 28)")
+        add("--nodes", type=int, metavar="N", help="set the number of nodes per round (default: recipe, or 3)")
+        add("--samples", type=int, metavar="N", help="set the number of samples per epoch (default: recipe, or 28)")
         add("--input", metavar="1,64,48", help="set the shape of a sample (default: from the data)")
         add("--out", type=Path, help="write device.json and device.md to this folder")
 
     def run(self, options: Namespace) -> None:
-        """Print the report. Values that are not options are computed from the data of the recipe."""
+        """Print the report. Without `--input`, `--samples` or `--nodes`, the value comes from the recipe."""
         from lightning_fcl.callbacks.pretrain import BaseSession
         from lightning_fcl.edge.report import device_report, report_text
         from lightning_fcl.models.quantization import fold_batchnorm
@@ -85,10 +85,10 @@ class DeviceReport(Command):
 def _get_data_sizes(parts: LoadedRecipe, required: bool) -> tuple[tuple[int, ...], int, int]:
     """Return the shape of a sample, the mean number of samples per client and round, and the clients per round.
 
-    The number of clients is that of the round with the most clients, limited by the participation.
+    The number of clients is taken from the round with the most clients. The participation is its upper limit.
 
     Raises:
-        MissingFileError: If the dataset is missing and ``required`` is True. Otherwise, defaults are returned.
+        MissingFileError: If ``required`` is True and the dataset is missing. If False, default values are returned.
     """
     from lightning_fcl.data.batching import round_half_up
     from lightning_fcl.edge.report import NUM_NODES, SAMPLES
@@ -151,7 +151,7 @@ class Export(Command):
         features = stream.setup_with_images()  # The exported file takes images.
 
         def inputs(rows: IntArray) -> torch.Tensor:
-            """Return at most 100 of the samples, as the exported model takes them."""
+            """Return at most 100 of the samples, in the format that the exported model accepts."""
             x: torch.Tensor = stream.get_samples(rows[:: max(1, len(rows) // 100)][:100])[0]
             return x
 

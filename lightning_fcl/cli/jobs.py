@@ -42,7 +42,7 @@ _STAMP = "fingerprint"
 
 @dataclass(frozen=True)
 class Job:
-    """A run of a recipe with a seed and a folder.
+    """A run of a recipe with a seed. The results are written to a folder.
 
     Args:
         label: Name of the run in messages.
@@ -66,19 +66,27 @@ class Job:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the recipe without its secrets, the seed and the version."""
+        """SHA-256 of the recipe (without its secrets), the seed, and the version of this library."""
         settings = Recipe(self.recipe.settings).words
         parts = [read_text(path) for path in self.recipe.files] + [str(self.seed), __version__, *settings]
         text = text_without_secrets("\x1f".join(parts), list(secrets_of(self.recipe.content())))
         return hashlib.sha256(text.encode()).hexdigest()
 
     def needs_run(self, results: Mapping[str, Any]) -> bool:
-        """Return whether this job has tasks that the run with these results did not train."""
+        """Return whether this job requests more tasks than a run has trained.
+
+        Args:
+            results: Content of ``results.json`` of the run. Without ``tasks``, the run has trained all tasks.
+        """
         trained: int | None = results.get("tasks")
         return trained is not None and (self.tasks is None or self.tasks > trained)
 
     def results(self) -> dict[str, Any]:
-        """Return the results of the run, truncated to the requested first tasks."""
+        """Return the content of ``results.json`` of the run of this job.
+
+        If the run has trained more tasks than this job requests, the record and the metrics are limited to the
+        requested tasks.
+        """
         results = read_results(self.out)
         if self.tasks is None or results.get("tasks") == self.tasks:
             return results
@@ -124,7 +132,7 @@ class Failure:
 
     @classmethod
     def read(cls, job: Job) -> Failure | None:
-        """Return the failure of a job, or None if the job did not fail. Old files contain only the message."""
+        """Return the failure of a job, or None if the job did not fail. Old files contain only the error message."""
         file = job.out / _FAILURE
         if not job.has_written(job.out) or not file.is_file():
             return None
@@ -140,7 +148,7 @@ class Failure:
         write_atomic(job.out / _FAILURE, yaml.safe_dump(asdict(self), sort_keys=False, allow_unicode=True, width=500))
 
     def is_like(self, other: Failure) -> bool:
-        """Return whether both failures have the same exception class and code. Unknown classes are never the same."""
+        """Return whether both failures have the same exception class and error code. False if both are unknown."""
         kind = (self.error, self.code)
         return any(kind) and kind == (other.error, other.code)
 
@@ -183,7 +191,7 @@ def run_jobs(jobs: Sequence[Job], workers: int | None) -> None:
 
 @contextmanager
 def print_resume_hint_on_stop(how_to_go_on: Callable[[], str]) -> Iterator[None]:
-    """Print which runs are finished and how to resume, if the command is stopped by a signal within this block."""
+    """If a signal stops the command within this block, print the number of finished runs and how to resume."""
     stop.how_to_go_on = how_to_go_on
     try:
         yield
@@ -220,7 +228,7 @@ def run_parallel(
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin_worker)
     try:
         with stop.defer_stop(end_workers):
-            # Only this process handles Ctrl-C.
+            # Workers inherit the blocked signal, so that only this process handles Ctrl-C.
             blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
             try:
                 futures: dict[Future[T], Job] = {pool.submit(function, job): job for job in jobs}

@@ -32,11 +32,11 @@ from lightning_fcl.validation import did_you_mean
 
 
 class Command(ABC):
-    """A subcommand. The first paragraph of its docstring is the description in its help. The rest is the epilog.
+    """A subcommand. The first paragraph of its docstring is the description in the help. The rest is the epilog.
 
     Attributes:
         takes_settings: Whether the command accepts settings of a recipe, such as ``--data.batch_size 16``.
-        forwards_arguments: First words after which all other words are passed to another program.
+        forwards_arguments: Values of the first argument for which all other arguments go to another program.
     """
 
     takes_settings: ClassVar[bool] = False
@@ -56,7 +56,7 @@ class Command(ABC):
         """
 
 
-# The class of each subcommand and its help. The module of a class is imported only when the subcommand is used.
+# Class and help text of each subcommand. The module of a class is imported only when the subcommand is used.
 COMMANDS = {
     "ls": ("list_command.Ls", "list recipes, methods, models, datasets and other items"),
     "cp": ("fit.Cp", "copy a recipe to one YAML file, to change it"),
@@ -70,7 +70,7 @@ COMMANDS = {
         "compare methods under the same protocols",
     ),
     "tune": ("tune.Tune", "search for the hyperparameters of a recipe"),
-    "edge-report": ("edge.DeviceReport", "estimate what a recipe needs on a microcontroller"),
+    "edge-report": ("edge.DeviceReport", "estimate memory, time and energy on a microcontroller"),
     "export": ("edge.Export", "export the model of a run to ONNX or ExecuTorch"),
     "deploy": (
         "deploy.Deploy",
@@ -150,7 +150,7 @@ def _run_command(arguments: Sequence[str] | None) -> None:
     try:
         working_folder = str(Path.cwd())
     except FileNotFoundError:
-        parser.exit(2, "lightning-fcl: error: Expected a working directory, but it was deleted. Use another one.\n")
+        parser.exit(2, "lightning-fcl: error: Expected a working directory, but it was deleted. Change to another.\n")
     if working_folder not in sys.path:
         sys.path.append(working_folder)
     command_parser = argparse.ArgumentParser(
@@ -159,7 +159,7 @@ def _run_command(arguments: Sequence[str] | None) -> None:
     with stop.installed():
         try:
             with private_temporary_folder(), ExitStack() as exit_stack:
-                # Only rank 0 prints. The variables of the rank are those that PyTorch and Slurm set.
+                # Only rank 0 prints. PyTorch and Slurm set these variables to the rank.
                 if any(os.environ.get(name, "0") != "0" for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID")):
                     exit_stack.enter_context(redirect_stdout(exit_stack.enter_context(open(os.devnull, "w"))))
                 selected_command = load_command(COMMANDS[command][0])
@@ -201,7 +201,7 @@ def _run_command(arguments: Sequence[str] | None) -> None:
 
 
 def _open_standard_streams() -> None:
-    """Open the null device in place of each closed standard stream, so that no other file gets its descriptor."""
+    """Open the null device in place of each closed standard stream, so that no other file gets this descriptor."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             mode = "w" if number else "r"
@@ -273,7 +273,7 @@ def _write_traceback(error: Exception, words: Sequence[str]) -> str:
 
 
 def _origin(error: Exception) -> traceback.FrameSummary:
-    """Return the last frame of a traceback in a file of the user, or the last frame if there is no such file."""
+    """Return the last frame of a traceback in a file of the user, or the last frame if there is no such frame."""
     frames = traceback.extract_tb(error.__traceback__)
     installed = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")] + [
         str(Path(__file__).parents[1])

@@ -60,7 +60,7 @@ def statement(target: str, description: str) -> Callable[[Callable[[Any], None]]
 
 CLASSES, FEATURES = 6, 8
 ROUNDING = 1e-9
-"""Largest allowed difference between two computations of the same values in double precision. Values are about 1."""
+"""Largest allowed difference between two computations of the same values in double precision. Values are near 1."""
 
 
 class SmallNet(nn.Module):
@@ -90,7 +90,7 @@ def make_method(kind: Implementation, **arguments: Any) -> Any:
 
 
 def make_rules(*methods: Method) -> dict[str, str]:
-    """Return the reductions that methods need. If a method needs client-local heads, heads are local."""
+    """Return the reductions that methods need. If a method needs client-local heads, the head is client-local."""
     return {"model.head.*": "local"} if any(method.needs.local_head for method in methods) else {}
 
 
@@ -103,7 +103,7 @@ def samples() -> tuple[Tensor, Tensor]:
 
 
 def make_stream(clients: int = 3, tasks: int = 2, rounds: int = 2, seed: int = 0, **overrides: Any) -> FederatedStream:
-    """Return a class-incremental stream of the samples, for clients with the same number of samples."""
+    """Return a class-incremental stream of `samples`, for clients with the same number of samples."""
     scenario = ClassIncremental(tasks, rounds)
     arguments: dict[str, Any] = {
         "scenario": scenario,

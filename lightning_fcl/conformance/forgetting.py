@@ -1,4 +1,4 @@
-"""Statements about every method, and about methods against forgetting: nothing changes in the first task."""
+"""Statements about every method, and about methods that reduce forgetting."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def _(kind: type[Method]) -> None:
 def _never_against_the_past(claim: str, **arguments: Any) -> None:
     """Register the statement that steps do not increase the loss on replay samples, to first order.
 
-    The replay buffer contains all samples of the client. The gradient on past tasks is therefore known without access
-    to the buffer.
+    The replay buffer contains all samples of the client. The statement can therefore compute the gradient on past tasks
+    without access to the buffer.
     """
 
     @statement(claim, "no step goes against the gradient on replay samples of past tasks")
@@ -155,7 +155,7 @@ def _(kind: type[Method]) -> None:
 
 
 class _Seen(Callback):
-    """Counts the labels of each round's batches, including replay samples."""
+    """A callback that counts the labels of the batches of each round, including replay samples."""
 
     def __init__(self) -> None:
         self.labels: list[Counter[int]] = []

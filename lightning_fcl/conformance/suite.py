@@ -62,7 +62,7 @@ class Outcome:
     """Result of the check of a statement.
 
     Args:
-        result: Whether the statement holds.
+        result: ``"holds"``, ``"fails"``, or ``"not tried"`` if the statement cannot be checked on the class.
         why: Reason why the statement fails, or could not be checked.
     """
 
@@ -93,7 +93,8 @@ def get_classes(target: str, implements: str | None = None) -> list[Implementati
 
     Args:
         target: The target. For a file, all methods and all classes with ``implements`` are returned.
-        implements: Name of the method that the classes implement. None: their own ``implements``, or their names.
+        implements: Name of the method that the classes implement. By default, the attribute ``implements`` of each
+            class, or the name of the class.
 
     Raises:
         ValueError: If there is no such class.
@@ -121,7 +122,7 @@ def get_classes(target: str, implements: str | None = None) -> list[Implementati
         public = {name: getattr(methods, name) for name in dir(methods)}
         method_names = [name for name, one in public.items() if isinstance(one, type) and issubclass(one, Method)]
         raise UnknownNameError(
-            f"Expected a method, or a file with one, but got {target}.", hint=did_you_mean(target, method_names)
+            f"Expected a method, or a file with a method, but got {target}.", hint=did_you_mean(target, method_names)
         )
     if implements is not None:
         kinds = [type(one.__name__, (one,), {"implements": implements}) for one in kinds]

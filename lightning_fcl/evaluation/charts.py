@@ -48,7 +48,7 @@ _PNG = {
 }
 _TEMPLATES = Path(__file__).parent / "templates"
 _SCRIPTS = {"1.9.0.post1": "373b1f84072b31010f15ceb787be6b415c53936411aae267c8c2b2b6ccde46e7"}
-"""SHA-256 of the script, by the version of vl-convert-python that makes it. Scripts of other versions are not cached."""
+"""SHA-256 of the script, by the version of vl-convert-python that makes it. Other versions are not cached."""
 
 
 def get_chart(name: str) -> alt.Chart:
@@ -57,7 +57,7 @@ def get_chart(name: str) -> alt.Chart:
 
 
 def spec(chart: Chart, **data: Points) -> Spec:
-    """Return the Vega-Lite specification of a chart with its data. Each keyword is the name of a data set in the chart."""
+    """Return the Vega-Lite specification of a chart with its data. Each keyword is the name of a data set."""
     content: Spec = chart.to_dict()
     plain = {name: [{key: _plain(value) for key, value in row.items()} for row in rows] for name, rows in data.items()}
     return {**content, "datasets": content.get("datasets", {}) | plain}

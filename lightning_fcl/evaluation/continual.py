@@ -49,7 +49,10 @@ def group_name(groups: Iterable[int]) -> str:
 
 
 def personal_values(values_of: ValuesOf, experience: ArrayLike, tasks: Tasks) -> FloatArray:
-    """Return the value in each round on all groups learned so far, shape (R,). Its mean is A_per of Usmanova 2021."""
+    """Return the value in each round on all groups learned so far, shape (R,).
+
+    The mean of these values is A_per of Usmanova et al. 2021.
+    """
     learnt: set[int] = set()
     values = []
     for row, number in enumerate(np.asarray(experience, dtype=np.int64)):
@@ -89,6 +92,7 @@ def average_accuracy(matrix: ArrayLike, t: int) -> float:
     """Return A_t: the mean accuracy on tasks 1 to t after task t (Usmanova et al. 2021, section 4.3).
 
     NaN if task t has not been learned.
+
     Args:
         matrix: Accuracy on task d after task t, shape (T, T).
         t: Number of tasks learned.

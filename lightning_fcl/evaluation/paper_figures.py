@@ -33,7 +33,7 @@ Runs: TypeAlias = Sequence[Mapping[str, Any]]
 Panels: TypeAlias = Mapping[str, Mapping[str, tuple[str, Runs]]]
 """Lines of each panel, by the title of the panel. A line has a label, and the name and the runs of a row."""
 
-# Width of a panel in pixels, by the number of panels side by side.
+# Width of a panel in pixels, by the number of columns in the grid of panels.
 _WIDTHS = {1: 640, 2: 400, 3: 280, 4: 215}
 
 
@@ -104,7 +104,7 @@ def _wrapped(name: str, letters: int = 34) -> str:
 
 
 def _names_of_equal_lines(points: Points) -> dict[str, str]:
-    """Return a label for each line. It names all lines with equal points, because such lines are drawn as one."""
+    """Return a label for each line. The label names all lines with equal points, which are drawn as one line."""
     points_by_line: dict[str, list[Any]] = {}
     for point in points:
         points_by_line.setdefault(point["line"], []).append({**point, "line": ""})

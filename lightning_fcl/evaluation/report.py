@@ -100,7 +100,10 @@ def _against(name: str, value: float | None, paper: float) -> list[str | tuple[s
 
 
 def _client_problems(record: Mapping[str, Any]) -> Iterator[list[str]]:
-    """Yield the round (from 1), the client and the problem of each dropped upload, bad loss and duplicate claim."""
+    """Yield the round (from 1), the client and the problem.
+
+    Problems are dropped uploads, non-finite losses, and clients that several nodes claim.
+    """
     for entry in record["rounds"]:
         reasons = [
             *entry.get("dropped", {}).items(),
@@ -326,7 +329,7 @@ def density_charts(density_records: Mapping[str, Any], names: Sequence[str]) -> 
 
 
 def _first(models: Mapping[str, Any], values_per_model: int) -> list[str]:
-    """Return the names of at least one and at most as many models as a chart of ``_VALUES`` values can show."""
+    """Return the names of the first models. A chart shows at most ``_VALUES`` values, but at least one model."""
     return list(models)[: max(1, _VALUES // max(values_per_model, 1))]
 
 

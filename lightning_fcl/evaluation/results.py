@@ -79,7 +79,7 @@ class RecordFile:
     def _take(self, data: bytes) -> None:
         """Add lines to the size and to the digest.
 
-        The digest of each line includes the digest before it. A hash object is not kept, because it cannot be copied.
+        The digest of each line includes the digest before it. A hash object could not be deep-copied.
         """
         self._size += len(data)
         for line in data.splitlines():

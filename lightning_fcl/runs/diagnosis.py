@@ -54,8 +54,8 @@ def explain_parser_error(
     Args:
         error: The parser's error.
         keys: The parser's keys.
-        owners: Classes of the sections that contain the arguments of a fixed class, by the name of the section.
-        bases: Base classes of the sections that name their class, by the name of the section.
+        owners: Class of each section that contains only arguments, by the name of the section.
+        bases: Base class of each section that names its class in ``class_path``, by the name of the section.
         content: The recipe.
     """
     try:
@@ -157,7 +157,7 @@ class _Diagnosis:
             spec = value if isinstance(value, Mapping) else {"class_path": value}
             factory = _resolve(path, spec["class_path"], object_types(hint))
             self._check_arguments(full_name(factory), path, factory, spec.get("init_args") or {})
-            # A function that makes objects gets its other arguments when it is called.
+            # If the argument is a function that makes objects, missing arguments are passed when it is called.
             if not any(is_maker(one) for one in members(hint)):
                 self._check_required(full_name(factory), path, factory, spec.get("init_args") or {})
             if not self._accepts(value, hint):
@@ -193,7 +193,7 @@ class _Diagnosis:
 
     @staticmethod
     def _check_shorthand(path: str, value: Mapping[str, Any]) -> None:
-        """Reject a class name as the key of its arguments, as in ``{lightning_fcl.callbacks.EWC: {strength: 3}}``."""
+        """Raise an error for a class name as the key of its arguments, as in ``{module.EWC: {strength: 3}}``."""
         (first, inner), *other_items = value.items() or [("", None)]
         if not other_items and ("." in str(first) or isinstance(inner, Mapping)):
             raise InvalidValueError(
@@ -214,7 +214,7 @@ class _Diagnosis:
             parser.parse_object({"value": value})
         except ArgumentError:
             return False
-        except ValueError:  # The parser does not support this annotation, and does not check its values.
+        except ValueError:  # The parser does not support this annotation, so the value is not checked.
             return True
         except Exception:  # Importing the module of a class can raise any error.
             return False
@@ -301,7 +301,7 @@ def _resolve(path: str, name: object, bases: tuple[type, ...]) -> Any:
 
 
 def _may_name_class(value: object, hint: Any) -> bool:
-    """Return whether a text can be the name of a class, with or without its module, and is not a number."""
+    """Return whether a value may be the name of a class, for an argument that accepts objects and no numbers."""
     is_name = isinstance(value, str) and all(part.isidentifier() for part in value.split("."))
     return is_name and bool(object_types(hint)) and not {int, float} & {*members(hint)}
 
@@ -345,7 +345,7 @@ def _nearest_argument(path: str, name: str, names: Sequence[str], values: Mappin
 
 
 def check_class_paths(content: object) -> None:
-    """Raise an error if a ``class_path`` is neither a class nor a function with a return annotation."""
+    """Raise an error if a ``class_path`` names neither a class nor a function with a return annotation."""
     content = vars(content) if isinstance(content, Namespace) else content
     if isinstance(content, Mapping) and isinstance(path := content.get("class_path"), str):
         resolve_class(path)

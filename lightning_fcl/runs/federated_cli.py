@@ -214,7 +214,7 @@ class FederatedCLI(LightningCLI):
 
     @property
     def output_folder(self) -> Path:
-        """Folder of the run: `out` if it is set, else the folder of the run whose recipe is used, else `runs/fit`."""
+        """Folder of the run: `out`, otherwise the folder of the run whose recipe is used, otherwise `runs/fit`."""
         config = self.config.get(self.config.get("subcommand") or "", self.config)
         if config["out"] is None:
             runs = [run for file in config.get("config") or [] if (run := find_run_folder(Path(file.relative)))]
@@ -222,9 +222,9 @@ class FederatedCLI(LightningCLI):
         return Path(config["out"])
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
-        """Create the Trainer, with default metrics, progress bar, checkpoints and logger if the recipe sets none.
+        """Create the Trainer. For ``fit``, add missing metrics, progress bar, checkpoints and logger.
 
-        Checkpoints are saved after every round.
+        The default checkpoint callback saves a checkpoint after every round.
         """
         # Without a command (`run=False`), the caller configures and runs the Trainer.
         if not self.config.get("subcommand"):
@@ -275,7 +275,7 @@ class FederatedCLI(LightningCLI):
     def fit(self, model: L.LightningModule, **arguments: Any) -> None:
         """Train, and write ``results.json`` and the report.
 
-        If the recipe sets no ``max_epochs``, train all rounds of the stream.
+        If the recipe sets ``first_tasks`` or no ``max_epochs``, the stream determines the number of rounds.
         """
         config, first = self.config["fit"], self.trainer.is_global_zero
         with run_lock(self.output_folder) if first else contextlib.nullcontext(), contextlib.closing(self._ending):
@@ -310,7 +310,7 @@ class FitCLI(FederatedCLI):
 
 
 def add_default_metrics(callbacks: list[Callback], eval_split: Literal["test", "validation"]) -> None:
-    """Add `ContinualMetrics` if it is missing, and set the split that it evaluates."""
+    """Add `ContinualMetrics` if it is missing. With ``"validation"``, evaluate on validation samples."""
     if not any(isinstance(callback, ContinualMetrics) for callback in callbacks):
         callbacks.append(ContinualMetrics())
     for callback in callbacks if eval_split == "validation" else ():

@@ -19,12 +19,12 @@ CLI = TypeVar("CLI", bound=FederatedCLI)
 
 
 def run_cli(command: str, recipe: Recipe, cli_class: type[CLI]) -> CLI:
-    """Run ``fit`` or ``test`` with a recipe and a subclass of `FederatedCLI`."""
+    """Run ``fit`` or ``test`` with a recipe, and return the command line, an instance of ``cli_class``."""
     return make_cli({"subcommand": command, command: recipe.content()}, cli_class)
 
 
 def make_cli(arguments: dict[str, Any] | list[str], kind: type[CLI], runs: bool = True) -> CLI:
-    """Create a command line from a dictionary or from words, and run its command unless ``runs`` is False."""
+    """Return a command line from a dictionary or from words, after running its command unless ``runs`` is False."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     for nothing_to_mend in (
         "LightningCLI's args parameter is intended",
@@ -52,7 +52,7 @@ class _ParserOnly(FederatedCLI):
         if isinstance(args, Mapping) and args["fit"]:
             super().parse_arguments(parser, args)
             config = self.config["fit"]
-        else:  # An empty recipe consists of the defaults.
+        else:  # Without values in the recipe, all values are defaults.
             config = fit.get_defaults(skip_validation=True)
         raise _ParsedError(fit, config)
 

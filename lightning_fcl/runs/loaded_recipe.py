@@ -76,7 +76,7 @@ class LoadedRecipe(FederatedCLI):
 
 
 def load_recipe(recipe: Recipe) -> LoadedRecipe:
-    """Create the objects that a recipe names."""
+    """Create and return the objects that a recipe names."""
     if not recipe.files:
         raise MissingValueError(
             "Expected at least one recipe, but got none.",
@@ -92,12 +92,12 @@ def load_trained_recipe(run: Path) -> LoadedRecipe:
 
 
 def load_newest_checkpoint(run: Path) -> dict[str, Any]:
-    """Return the newest checkpoint of a run, which contains only tensors and plain values."""
+    """Return the content of the newest checkpoint of a run. The file must contain only tensors and plain values."""
     return read_checkpoint(partial(torch.load, map_location="cpu", weights_only=True), get_run_checkpoint(run))
 
 
 def load_into_recipe(recipe: LoadedRecipe, checkpoint: dict[str, Any]) -> LoadedRecipe:
-    """Load the model state of a checkpoint into the objects of a recipe."""
+    """Load the model state of a checkpoint into the objects of a recipe, and return the objects."""
     for callback in recipe.callbacks:
         if isinstance(callback, BaseSession):
             callback.freeze(recipe.model.model)
@@ -113,7 +113,8 @@ def describe_recipe(recipe: Recipe) -> str:
     trainer, task, stream = parts.make_trainer(), parts.model, parts.datamodule
     callbacks = get_callbacks(trainer)
     methods = [type(one).__name__ for one in callbacks if isinstance(one, Method)]
-    # Remove callbacks that train before the first round, show progress or write files.
+    # The check must not train, show progress or write files. Therefore a base session only runs its checks, and
+    # `Pretrain` trains for 0 epochs.
     callbacks[:] = [one for one in callbacks if not isinstance(one, ProgressBar | OnExceptionCheckpoint)]
     callbacks[:] = [_Checks(one) if isinstance(one, BaseSession) else one for one in callbacks]
     for callback in callbacks:

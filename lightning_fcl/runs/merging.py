@@ -36,7 +36,7 @@ _PACKAGES = (
 )
 _SUFFIXES = (".yaml", ".yml", ".json")
 _ARGUMENTS = {"init_args", "dict_kwargs"}
-# Classes of the sections that contain the arguments of a fixed class.
+# Class of each section that contains only arguments.
 _SECTION_CLASSES = {"data": "lightning_fcl.FederatedStream", "trainer": "lightning.pytorch.Trainer"}
 
 
@@ -50,9 +50,10 @@ class _Place:
     """The place of a value in a recipe. Its annotation is resolved only when needed, because this imports classes.
 
     Args:
-        find: Returns the annotation of the argument. If ``group``, returns the class of the arguments.
-        files: Chain of files that leads to the value. Each file names the next one. File names are relative to the
-            last file.
+        find: Function that returns the annotation of the argument. If ``group``, it returns the class whose arguments
+            are at this place.
+        files: Chain of files that leads to the value. Each file names the next file. File names are relative to the
+            folder of the last file.
         group: Whether the place contains arguments by name, such as a section or ``init_args``.
         sections: Whether the place contains a whole recipe.
     """
@@ -89,7 +90,7 @@ class _Place:
     def follow(self, value: Any) -> tuple[Any, _Place]:
         """Return the content of the file that a value names, and the place of the content.
 
-        Another value is returned unchanged.
+        A value that names no file is returned unchanged, with this place.
 
         Raises:
             InvalidValueError: If files name each other in a cycle, or if a file name is relative to the working
@@ -134,7 +135,7 @@ class _Place:
 
 
 class _Dotted(dict[str, Any]):
-    """The values below a dotted name. They are merged into a dictionary, while a plain dictionary replaces it."""
+    """A dictionary from a dotted name. It is merged into the current dictionary, which a plain dictionary replaces."""
 
 
 def _nested(name: str, value: Any) -> dict[str, Any]:
@@ -147,14 +148,15 @@ def _nested(name: str, value: Any) -> dict[str, Any]:
 
 
 def merge(whole: dict[str, Any], updates: Mapping[str, Any], files: tuple[Path, ...] = ()) -> None:
-    """Merge the values of a recipe into another recipe, which they override.
+    """Merge ``updates`` into the recipe ``whole``. The new values override the values of ``whole``.
 
     Sections, arguments of classes and fields of dataclasses are merged by name. Any other dictionary, such as
     ``reductions``, is replaced. If the class of an object stays the same, its arguments are kept. If the class changes,
     the arguments that the new class accepts are kept.
 
-    A key that ends in ``+`` appends to a list. Values for a list change its last entry, or the entry whose class they
-    name. The name of a file in place of an object or a section is replaced by the content of the file.
+    A key that ends in ``+`` appends to a list. A dictionary for a list changes the last entry of the list, or the entry
+    whose class the dictionary names. The name of a file in place of an object or a section is replaced by the content
+    of the file.
 
     Args:
         whole: The recipe to change.
@@ -275,7 +277,10 @@ def _merged_class(current_value: dict[str, Any], value: Mapping[str, Any], locat
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield values by name. Dotted names are not split, because jsonargparse reads ``dict_kwargs`` with such names."""
+    """Yield the name and the value of each entry. Values below a dotted name are yielded with the whole dotted name.
+
+    jsonargparse reads ``dict_kwargs`` with dotted names.
+    """
     for name, value in values.items():
         if isinstance(value, _Dotted):
             yield from _flat(value, f"{prefix}{name}.")
@@ -284,7 +289,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def argument_names(factory: Any) -> list[str]:
-    """Return the names of the arguments of a class or function, including those that it passes on as ``**kwargs``."""
+    """Return the argument names of a class or function, including arguments that it passes on as ``**kwargs``."""
     from jsonargparse import ArgumentParser
 
     parser = ArgumentParser(exit_on_error=False)
@@ -340,7 +345,7 @@ def find_class(name: object) -> Any:
 
 
 def full_name(factory: Any) -> str:
-    """Return the shortest importable name, including the module, of a class or function."""
+    """Return an importable name of a class or function. If possible, the module is a package of `_PACKAGES`."""
     name = str(factory.__qualname__)
     homes = [package for package in _PACKAGES if getattr(import_module(package), name, None) is factory]
     return f"{homes[-1] if homes else factory.__module__}.{name}"

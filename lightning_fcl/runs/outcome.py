@@ -75,7 +75,7 @@ def raise_no_round(trainer: L.Trainer) -> NoReturn:
     raise InvalidValueError(
         f"Expected the fit to train for at least one round, but `max_epochs={trainer.max_epochs}` or `max_time` ended "
         "it before the first round.",
-        hint="Increase it, or remove it to train all rounds of the stream.",
+        hint="Increase this limit, or remove it to train all rounds of the stream.",
     )
 
 

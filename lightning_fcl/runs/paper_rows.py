@@ -39,7 +39,7 @@ def read_rows(folder: Path) -> dict[str, Any]:
 
 
 def scale_folder(recipes: Path, scale: str) -> Path:
-    """Return the folder of the table, figures and committed runs of a scale, in the folder of a paper."""
+    """Return the folder of a scale in the folder of a paper. It contains the table, figures and committed runs."""
     return recipes if scale == "paper" else safe_join(recipes, scale)
 
 
@@ -48,10 +48,10 @@ class RowEntry:
     """An entry of ``rows.yaml`` for one row of a paper's table.
 
     Args:
-        configs: Recipe files, merged into the base file of all rows.
+        configs: Recipe files. They override the base file, which all rows share.
         overrides: Settings by their dotted names, merged into the files.
         scale_overrides: Further settings by scale.
-        expected: The paper's numbers. None if the recipe files contain them.
+        expected: Metric values from the paper, by the name of the metric. None if the recipe files contain them.
         scales: Scales at which the row can be run. None for all scales.
         notes: Texts for further columns of tables, by the name of the column.
         search: File of the hyperparameter search of this row.
@@ -73,7 +73,7 @@ class Row:
     Args:
         title: Name of the row in the table.
         configs: Recipe files. Later files override earlier files.
-        expected: The paper's numbers. None if the recipe files contain them.
+        expected: Metric values from the paper, by the name of the metric. None if the recipe files contain them.
         settings: Settings that override the values of the files.
     """
 
@@ -89,7 +89,7 @@ class Row:
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe of the files and settings, with the name of the row and the paper's numbers if they are set."""
+        """The recipe of the files and settings. If `expected` is set, it contains the row and the paper's values."""
         recipe = Recipe((*self.configs, *self.settings))
         if self.expected is None:
             return recipe
@@ -97,7 +97,7 @@ class Row:
 
     @property
     def summary(self) -> str:
-        """First sentence of the comment at the top of the last file, up to the end of its first line, or the title."""
+        """First sentence of the comment in the first line of the last file. The title if this line is no comment."""
         first = read_text(self.configs[-1]).partition("\n")[0]
         return first.removeprefix("#").strip().partition(". ")[0].rstrip(".") if first.startswith("#") else self.title
 
@@ -150,7 +150,7 @@ def expand_grids(content: Mapping[str, Any]) -> dict[str, RowEntry]:
     ``rows`` with each change in ``with``. The title of a generated row is the name of the change and the title of the
     row.
 
-    A change has ``overrides`` and ``configs``. In ``configs``, ``{row}`` is replaced by the slug of the row. The
+    A change may have ``overrides`` and ``configs``. In ``configs``, ``{row}`` is replaced by the slug of the row. The
     ``scales`` of a grid apply to all its rows. ``expected`` contains the paper's numbers by row.
 
     Raises:
@@ -188,7 +188,7 @@ def expand_grids(content: Mapping[str, Any]) -> dict[str, RowEntry]:
 
 
 def list_protocols(content: Mapping[str, Any]) -> dict[str, dict[str, Mapping[str, str]]]:
-    """Return the rows that each change of the ``grids`` applies to, with their notes, by the name of the change.
+    """Return the notes of the rows that each change of ``grids`` applies to. The keys are the names of the changes.
 
     Example:
         >>> rows = {"a": {"configs": [], "notes": {"logits": "all"}}, "b": "b.yaml"}
@@ -203,7 +203,10 @@ def list_protocols(content: Mapping[str, Any]) -> dict[str, dict[str, Mapping[st
 
 
 def list_recipes(scale: str = "paper", paper: str = "") -> dict[str, Row]:
-    """Return the recipes of the package at a scale by name: all recipes, or those of a paper and the quickstart."""
+    """Return the recipes of the package at a scale, by name.
+
+    If ``paper`` is set, only the recipes of this paper are returned. The quickstart is added if the scale is ``paper``.
+    """
     rows_by_name = (
         {"quickstart": Row("quickstart", (recipes_folder() / "quickstart.yaml",))} if scale == "paper" else {}
     )

@@ -35,7 +35,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Files and settings. Later ones override values of earlier ones.
+    """Files and settings. Later layers override the values of earlier layers.
 
     Args:
         layers: The files and settings.

@@ -1,4 +1,4 @@
-"""Callbacks of every fit on the command line: writing ``config.yaml``, and stopping at the end of a round."""
+"""Callbacks for fits on the command line: writing ``config.yaml``, and stopping at the end of a round."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class StopAfterRound(Callback):
     Lightning would stop within the round, when only some clients have been trained.
 
     Args:
-        checkpoint: File for a checkpoint of the last round if no other callback saved one. None saves no checkpoint.
+        checkpoint: Checkpoint file that is written if no checkpoint was saved after the last round. None writes none.
     """
 
     def __init__(self, checkpoint: Path | None) -> None:

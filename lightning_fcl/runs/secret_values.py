@@ -19,7 +19,8 @@ from lightning_fcl.library_errors import replace_in_text
 _SECRET = re.compile(
     r"(.*[_-])?(api_?-?key|token|access_?-?key|secret(_?-?key)?|passw(or)?d|passphrase|credentials?)", re.IGNORECASE
 )
-_TEXT = re.compile(r"(.*_)?(bos|class|cls|eos|mask|pad|sep|unk)_token", re.IGNORECASE)  # arguments of tokenizers
+# Arguments of tokenizers, which are not secrets.
+_TEXT = re.compile(r"(.*_)?(bos|class|cls|eos|mask|pad|sep|unk)_token", re.IGNORECASE)
 _URL = re.compile(r"[\w.+-]+://[^/\s@]+@", re.IGNORECASE)  # URLs with user:password@host
 _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)\}")
 _LEFT_OUT = ("init_args", "dict_kwargs")

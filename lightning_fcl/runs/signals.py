@@ -38,7 +38,8 @@ class SignalHandler:
 
     Attributes:
         signal: Number of the first signal that was deferred. 0 if there was none.
-        how_to_go_on: Returns a text for a command that stops at once: what is finished, and how to resume.
+        how_to_go_on: Function that returns a text for a command that stops at once. The text contains the number of
+            finished runs and how to resume.
     """
 
     def __init__(self) -> None:
@@ -49,7 +50,7 @@ class SignalHandler:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Temporarily handle signals. Ignored signals stay ignored. Only the main thread can install handlers."""
+        """Temporarily handle signals. Ignored signals stay ignored. Outside the main thread, do nothing."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -75,7 +76,7 @@ class SignalHandler:
 
     @contextmanager
     def defer_stop(self, num_rounds: Callable[[], str]) -> Iterator[None]:
-        """Temporarily defer the first signal. ``num_rounds`` returns the message that is printed for it."""
+        """Temporarily defer the first signal. ``num_rounds`` returns the message that is printed for this signal."""
         previous_finish, self._finish = self._finish, num_rounds
         try:
             yield
@@ -83,7 +84,7 @@ class SignalHandler:
             self._finish = previous_finish
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
-        # A forked process inherits the handlers. On Ctrl-C its parent decides, because both receive the signal.
+        # A forked process inherits the handlers. It ignores Ctrl-C, because its parent also receives the signal.
         if os.getpid() != self._process:
             if number != signal.SIGINT:
                 os._exit(128 + number)
@@ -118,7 +119,7 @@ def write_stderr(message: str) -> None:
 
 
 def shorten_thread_errors() -> None:
-    """Print an OSError in a thread as one line. An example is TensorBoard's writer on a full disk."""
+    """Print an OSError in a thread as one line. TensorBoard's writer raises an OSError if the disk is full."""
 
     def failed(hook_arguments: threading.ExceptHookArgs) -> None:
         if isinstance(hook_arguments.exc_value, OSError):

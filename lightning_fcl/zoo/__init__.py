@@ -1,6 +1,6 @@
-"""Zoo of published networks: pretrained weights that are verified, predict, and can continue learning.
+"""Zoo of published networks. Their files are verified, and the networks can predict and continue learning.
 
-This package contains no training code. Only `continue_from` and `publish` import Lightning.
+This package contains no training code. Only `continue_from`, `publish` and `verify` import Lightning.
 """
 
 import lazy_loader

@@ -1,4 +1,4 @@
-"""Continuation of the training of published networks. The server's state is published, client states are not."""
+"""Continuation of the training of published networks. The server's state is published. Client states are not."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from lightning_fcl.zoo.registry import resolve_folder
 from lightning_fcl.zoo.verifying import recipe_parts
 
 MIN_CLIENTS = 3
-"""Minimum number of clients with samples of each class. Below it, statistics (sums) are not published."""
+"""Minimum number of clients that must have samples of each class. Otherwise, statistics (sums) are not published."""
 
 _TENSOR = "tensor"
 _PLAIN = "checkpoint"
@@ -46,7 +46,7 @@ class Continuation:
 
     Args:
         module: The task with the published state of the server.
-        checkpoint: File with the round and the whole server state, which `fit` resumes from.
+        checkpoint: Checkpoint file that `fit` resumes from. It contains the round and the whole server state.
         entry: Description of the published network.
     """
 
@@ -93,12 +93,12 @@ def continue_from(name: str | Path, clients: str | Path | None = None, classes: 
         name: Name or folder, as in `lightning_fcl.zoo.load`.
         clients: Checkpoint of a federation with the same recipe, seed, data and round. Only the client states are
             loaded from it. None: clients start without state.
-        classes: Number of new classes to learn in addition to the classes of the entry. Their labels follow the labels
-            of these classes. Only readouts that are solved by least squares support this. None: no new classes.
+        classes: Number of new classes to learn in addition to the classes of the entry. The new labels follow the
+            labels of the entry. Only readouts that are solved by least squares support this. None: no new classes.
 
     Raises:
-        ValueError: If the entry cannot be continued, does not support new classes, or its recipe is not in this
-            package, or if the checkpoint in ``clients`` is of a different run.
+        ValueError: If the entry cannot be continued, or does not support new classes. If its recipe is not in this
+            package. If the checkpoint in ``clients`` is of a different run.
         FileNotFoundError: If a file is missing.
     """
     folder = resolve_folder(name, to_continue=True)
@@ -134,7 +134,7 @@ def continue_from(name: str | Path, clients: str | Path | None = None, classes: 
             )
         federation_state["clients"] = dict(client_state["clients"])
     state, overrides = checkpoint["state_dict"], list[Setting]()
-    # The readout may have more outputs than its data have classes.
+    # A readout may have more outputs than its data have classes.
     if classes is not None:
         overrides.append(Setting("model.num_classes", max(len(state["readout.weight"]), len(entry.classes) + classes)))
     parts = recipe_parts(entry.recipe, entry.full_name, overrides)
@@ -153,7 +153,7 @@ def continue_from(name: str | Path, clients: str | Path | None = None, classes: 
 
 
 def make_continuation(checkpoint: Mapping[str, Any], recipe_parts: LoadedRecipe, first: bool) -> dict[str, Any] | str:
-    """Return the content of a checkpoint that may be published to continue from, or the reason why there is none.
+    """Return a checkpoint that may be published to continue from, or the reason why it must not be published.
 
     Client states are removed. If the state contains sums of statistics, each class must have samples of at least
     `MIN_CLIENTS` clients.
@@ -188,7 +188,7 @@ def make_continuation(checkpoint: Mapping[str, Any], recipe_parts: LoadedRecipe,
 
 
 def continuation_bytes(content: Mapping[str, Any]) -> bytes:
-    """Serialize a continuation to a safetensors file. All other values are stored as JSON in its metadata."""
+    """Return the content of a safetensors file with a continuation. Its metadata contain the other values as JSON."""
     tensors: dict[str, Tensor] = {}
     plain = json.dumps(_apart(content, tensors))
     return save(tensors, {_PLAIN: plain})
@@ -208,12 +208,16 @@ def read_continuation(path: Path) -> dict[str, Any]:
 
 
 def _federation(checkpoint: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the state of the federation in a checkpoint, and its key among the callbacks."""
+    """Return the key and the state of the federation among the callback states of a checkpoint."""
     return next((str(key), kept) for key, kept in checkpoint["callbacks"].items() if "between_rounds" in kept)
 
 
 def _apart(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """Move tensors to ``tensors`` and replace them by their names. Encode mappings and tuples, which JSON lacks."""
+    """Return a value that JSON can store.
+
+    Tensors are copied to ``tensors`` and replaced by their names there. Mappings and tuples are encoded as dictionaries
+    with one entry, because JSON supports neither tuples nor all types of keys.
+    """
     if isinstance(value, Tensor):
         name = str(len(tensors))
         tensors[name] = value.detach().contiguous().clone()
@@ -226,7 +230,7 @@ def _apart(value: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 def _joined(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Restore the value that `_apart` has encoded."""
+    """Return the value that `_apart` has encoded."""
     if isinstance(value, list):
         return [_joined(item, tensors) for item in value]
     if not isinstance(value, dict):

@@ -25,7 +25,7 @@ from lightning_fcl.zoo.pretrained import PretrainedModel, embed_samples
 from lightning_fcl.zoo.registry import get_entry, list_models, resolve_folder
 
 TOLERANCE = 1e-3
-"""Largest allowed difference from the published outputs, relative to the largest output. CPUs round differently."""
+"""Largest allowed difference from the published outputs, relative to the largest output. CPUs differ in rounding."""
 
 
 class FeaturesOnly(nn.Module):
@@ -43,8 +43,8 @@ def load(name: str | Path, model: nn.Module | None = None, check: bool = True) -
     """Load a published network in evaluation mode, and verify its files.
 
     Args:
-        name: Name such as ``"har_cnn.ucihar.flwf2t_ft"`` for the newest version, or ``"...@1"`` for a version. Or a
-            folder, or ``"hf:organization/repository@commit"``.
+        name: Name such as ``"har_cnn.ucihar.flwf2t_ft"`` for the newest version, or ``"...@1"`` for a version. A folder
+            and ``"hf:organization/repository@commit"`` are also accepted.
         model: The network, if its class is not in `lightning_fcl.models`. Its weights are replaced.
         check: Whether to compare the outputs for the published input with the published outputs.
 
@@ -154,7 +154,7 @@ def load_folder(folder: Path, model: nn.Module | None = None, check: bool = True
 
 
 def make_network(entry: ModelEntry) -> nn.Module:
-    """Build the network of an entry without its weights."""
+    """Return the network of an entry with random weights."""
     # The initialization draws random weights, which are replaced later. The global generator must not change.
     with torch.random.fork_rng(devices=[]):
         network = build_from_config(entry.network, "model")
@@ -164,9 +164,10 @@ def make_network(entry: ModelEntry) -> nn.Module:
 
 
 def load_weights(network: nn.Module, tensors: Mapping[str, Tensor], entry: ModelEntry) -> PretrainedModel:
-    """Load weights of a file into a network. The file must contain all weights that no installed package provides.
+    """Load weights into a network, and return the network as a `PretrainedModel`.
 
-    Weights in half precision are converted to single precision.
+    ``tensors`` must contain all weights that no installed package provides. Weights in half precision are converted to
+    single precision.
     """
     whole = {name: value.float() if value.dtype == torch.half else value for name, value in tensors.items()}
     whole |= packaged_state(network)
@@ -184,7 +185,7 @@ def relative_output_difference(model: PretrainedModel, published: Mapping[str, T
 
 
 def features_or_outputs(model: PretrainedModel, x: Tensor) -> Tensor:
-    """Return the values of an entry's check: outputs, or features if the entry has no class names."""
+    """Return the values that an entry's check compares: outputs, or features if the entry has no class names."""
     return model(x) if model.classes else embed_samples(model.network, x)
 
 
@@ -198,7 +199,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _with_head(network: Serializable, num_classes: int) -> nn.Module:
-    """Return the network, or a copy with a new head if its number of outputs differs."""
+    """Return the network. If its number of outputs differs from ``num_classes``, return a copy with a new head."""
     resized_config = _resized(network.init_config, num_classes)
     if resized_config == network.init_config:
         return network

@@ -37,17 +37,17 @@ class ModelEntry:
         version: Version, from 1.
         description: Description in one sentence.
         network: Class and arguments, as returned by `lightning_fcl.models.serialization.to_plain_config`.
-        output_kind: Kind of the outputs: ``"logits"``, least-squares estimates of ``"0/1"`` or ``"-1/1"``, or
-            ``"features"`` if there are no class names.
+        output_kind: Kind of the outputs: ``"logits"``, ``"0/1"`` or ``"-1/1"`` for least-squares estimates of targets
+            with these two values, or ``"features"`` if there are no class names.
         classes: Names of the classes, in the order of the outputs.
         input_shape: Shape of a sample as the network expects it.
-        measurement: How raw values of a device are converted to a sample. None: raw values are samples.
-        stored_dtype: Data type of the 32-bit weights in the file.
+        measurement: Conversion of the raw values of a device to a sample. None if raw values are samples.
+        stored_dtype: Data type in which the file stores 32-bit weights.
         license: Licenses of the ``weights`` and of the ``data``.
         recipe: Recipe that trained the network: ``paper``, ``row``, ``seed``, ``command``, and ``sha256`` of its text.
         metrics: Metrics of the network by name. Values of the paper have the prefix ``paper/``.
         limitations: Limitations, one sentence each.
-        made_with: Versions of packages, and the machine.
+        made_with: Version of each package that the run used, and the machine.
 
     Raises:
         ValueError: If the arguments contradict each other.
@@ -83,7 +83,7 @@ class ModelEntry:
 
     @property
     def folder(self) -> str:
-        """Name of the entry's folder next to a registry."""
+        """Name of the entry's folder, which is in the same folder as the registry file."""
         return self.name if self.version == 1 else self.full_name
 
     @property
@@ -126,9 +126,9 @@ def read_entry(config: Path) -> ModelEntry:
 
 
 def read_folder(folder: Path) -> ModelEntry:
-    """Verify the files of a folder by their checksums, and read its entry."""
+    """Verify the files of a folder by their checksums, and return its entry."""
     for name, digest in read_files(folder).items():
-        # This file is large, and only needed to continue learning.
+        # The file to continue from is large, and only needed to continue learning.
         if name != CONTINUE or (folder / name).exists():
             check_digest(folder / name, digest)
     return read_entry(folder / CONFIG)

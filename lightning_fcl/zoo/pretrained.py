@@ -72,8 +72,8 @@ class PretrainedModel(nn.Module):
         Args:
             x: One or more samples: an array, a tensor or nested lists. If the entry scales samples per person (see
                 ``entry.measurement``), pass samples of one person.
-            rate: Sampling rate of the values in Hz, to compare with the entry's. None: not compared.
-            units: Unit of each channel, to compare with the entry's. None: not compared.
+            rate: Sampling rate of the values in Hz. It is compared with the entry's sampling rate. None: not compared.
+            units: Unit of each channel. The units are compared with the entry's units. None: not compared.
 
         Raises:
             ValueError: If the shape, rate, units or values do not match the entry.
@@ -104,7 +104,7 @@ class PretrainedModel(nn.Module):
     def predict(
         self, x: Any, sampling_rate_hz: float | None = None, units: Sequence[str] | str | None = None
     ) -> list[Prediction]:
-        """Predict the class of each sample. The arguments are the same as for `preprocess`.
+        """Predict the class of each sample. The arguments are those of `preprocess`: ``sampling_rate_hz`` is ``rate``.
 
         The probabilities of a least-squares readout are its outputs, clipped at 0 and divided by their sum. They are
         estimates and not calibrated. If a readout has outputs for each time step, the mean over time steps is used.
@@ -128,7 +128,7 @@ class PretrainedModel(nn.Module):
 
     @torch.no_grad()
     def embed(self, x: Any, sampling_rate_hz: float | None = None, units: Sequence[str] | str | None = None) -> Tensor:
-        """Return the features of raw samples, shape (n, features). The arguments are the same as for `preprocess`.
+        """Return the features of raw samples, shape (n, features). The arguments are described in `predict`.
 
         Raises:
             ValueError: If the samples do not match the entry, or the network has no features.
@@ -136,7 +136,7 @@ class PretrainedModel(nn.Module):
         return embed_samples(self.network, self.preprocess(x, sampling_rate_hz, units))
 
     def probabilities(self, outputs: Tensor) -> Tensor:
-        """Convert the network's outputs to probabilities of the classes, shape (n, classes), float64."""
+        """Return the probabilities of the classes for outputs of the network, shape (n, classes), float64."""
         outputs = outputs.double()
         outputs = outputs.mean(dim=1) if outputs.dim() == 3 else outputs
         if self.entry.output_kind == "logits":

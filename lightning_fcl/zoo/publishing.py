@@ -57,7 +57,7 @@ ENERGY_METRIC = "energy_mj/learnt sample"
 """Energy in mJ to learn from one sample on the default device of `lightning-fcl edge-report`."""
 
 LOST = 1e-3
-"""Largest change of the test accuracy for which weights are stored in half precision."""
+"""Largest change of the test accuracy for which weights are stored in half precision by default."""
 
 
 @runtime_checkable
@@ -195,7 +195,7 @@ def publish(
 
 
 def _energy(parts: LoadedRecipe, shape: Sequence[int]) -> dict[str, float]:
-    """Return the energy to learn from one sample on a microcontroller. Empty if a layer cannot be counted."""
+    """Return the metric for the energy in mJ to learn from one sample. Empty if a layer cannot be counted."""
     with suppress(ValueError):
         report = device_report(parts.model, shape, reductions=parts.strategy.settings.rules)
         if not report["uncounted"]:
@@ -212,7 +212,7 @@ def _private(parts: LoadedRecipe) -> bool:
 
 
 def _tensors(network: nn.Module, half: bool) -> dict[str, Tensor]:
-    """Return a network's tensors for a file, in half precision if ``half``. Tensors of packages are excluded."""
+    """Return a network's tensors for a file, without tensors of packages. If ``half``, convert to half precision."""
     packaged = packaged_state(network)
     return {
         name: (value.half() if half and value.dtype == torch.float32 else value).contiguous()
@@ -222,12 +222,12 @@ def _tensors(network: nn.Module, half: bool) -> dict[str, Tensor]:
 
 
 def _write(network: nn.Module, entry: ModelEntry, continuation: dict[str, Any] | str, registry_folder: Path) -> Path:
-    """Write an entry's folder next to a registry atomically, then add it to the registry."""
+    """Write an entry's folder next to a registry atomically, add it to the registry, and return the folder."""
     if isinstance(continuation, str):
         entry = replace(entry, recipe={**entry.recipe, "ends": continuation})
     folder, partial = safe_join(registry_folder, entry.folder), safe_join(registry_folder, f".{entry.folder}.part")
-    # The registry does not list this folder, so an interrupted attempt has left it. `read_folder` raises for any other
-    # content, so that the folder is not removed.
+    # The registry does not list this folder, so an interrupted attempt has left it. `read_folder` raises an error if
+    # the folder has any other content, so that such a folder is not removed.
     if folder.exists():
         read_folder(folder)
     shutil.rmtree(partial, ignore_errors=True)
@@ -250,7 +250,7 @@ def _write(network: nn.Module, entry: ModelEntry, continuation: dict[str, Any] |
 
 
 def metric_spread(entry: ModelEntry) -> dict[str, tuple[float, float, int]]:
-    """Return mean, standard deviation and number of seeds of the recipe's committed table, by metric."""
+    """Return mean, standard deviation and number of seeds of each metric in the recipe's row of the committed table."""
     return {
         name: (cell.mean, cell.std, cell.n)
         for name, cell in _table_row(entry.recipe).items()
@@ -259,7 +259,7 @@ def metric_spread(entry: ModelEntry) -> dict[str, tuple[float, float, int]]:
 
 
 def _table_row(recipe: Mapping[str, Any]) -> Mapping[str, Cell]:
-    """Return the recipe's row of the committed table, by metric. Empty if there is no table."""
+    """Return the cells of the recipe's row in the committed table, by metric. Empty if there is no such row."""
     paper, row, configs = (recipe.get(key) for key in ("paper", "row", "configs"))
     if not (paper and configs):
         return {}
@@ -273,8 +273,8 @@ def model_card(entry: ModelEntry, spread: Mapping[str, tuple[float, float, int]]
 
     Args:
         entry: The entry.
-        spread: Mean, standard deviation and number of seeds of the recipe's committed table, by metric.
-        state: Tensors of the network, to count their numbers.
+        spread: Mean, standard deviation and number of seeds of each metric, from `metric_spread`.
+        state: Tensors of the network. The card contains their total number of values.
     """
     jinja2 = require_package("jinja2", "writes cards")
     template = jinja2.Template(read_text(Path(__file__).with_name("card.md")))

@@ -76,7 +76,7 @@ def download_from_hub(name: str, to_continue: bool) -> Path:
 
 
 def get_repo_head(name: str) -> RepoHead:
-    """Return the newest state of a repository such as ``"hf:organization/repository"``. Create it if it is missing."""
+    """Return the newest commit of a repository such as ``"hf:organization/repository"``. Create it if it is missing."""
     parts = _REPOSITORY.fullmatch(name)
     if parts is None or parts["commit"] is not None:
         raise InvalidValueError(
@@ -93,7 +93,7 @@ def get_repo_head(name: str) -> RepoHead:
 
 
 def upload(folder: Path, head: RepoHead, message: str) -> str:
-    """Replace a repository's files by the files of a folder, in one commit on top of ``head``."""
+    """Replace a repository's files by the files of a folder, in one commit after ``head``. Return the new name."""
     files = [CHECKSUMS_FILE, *FILES]
     with _speaking(f"upload {folder.name} to {head.repository}", _LOG_IN) as hub:
         commit = hub.HfApi().upload_folder(
@@ -112,7 +112,7 @@ _LOG_IN = "Log in with `hf auth login` and a token with write access, and try ag
 
 @contextmanager
 def _speaking(action: str, remedy: str) -> Iterator[Any]:
-    """Yield the library of the hub. All its errors are converted to ConnectionFailedError."""
+    """Yield the library of the hub. Its errors, except disk errors, are converted to ConnectionFailedError."""
     for_what = "connects to the Hugging Face hub"
     hub, cache = (
         require_package("huggingface_hub", for_what),
@@ -139,8 +139,8 @@ class RegistryEntry:
     """A network listed in a registry.
 
     Args:
-        folder: Name of its folder.
-        digest: SHA-256 of the list of its files.
+        folder: Name of the network's folder.
+        digest: SHA-256 of the file that lists the network's files.
         registry_folder: Folder of the registry, which may contain the network's folder.
         url: URL to download missing files from. Empty: missing files are not downloaded.
     """
@@ -163,7 +163,7 @@ class RegistryEntry:
         return self._entry(self._bring((CONFIG,)))
 
     def download(self, to_continue: bool = False) -> Path:
-        """Return the folder of the network: next to the registry, or in the cache. Verify, or download, all files."""
+        """Download missing files, verify all files, and return their folder: next to the registry, or in the cache."""
         folder = self._bring(FILES if to_continue else [name for name in FILES if name != CONTINUE])
         self._entry(folder)
         return folder
@@ -185,7 +185,7 @@ class RegistryEntry:
             raise MissingFileError(
                 f"Expected the files of {self.folder} in {entry_folder}, but they are not installed. They are too "
                 "large for the package, or the license of their data does not allow distribution.",
-                hint="Set LIGHTNING_FCL_ZOO to the folder `zoo` of a checkout, or to a URL that serves it.",
+                hint="Set LIGHTNING_FCL_ZOO to the folder `zoo` of a checkout, or to a URL that serves this folder.",
                 value=self.folder,
             )
         download(f"{self.url}/{self.folder}/{CHECKSUMS_FILE}", cached_folder / CHECKSUMS_FILE, self.digest)
@@ -233,7 +233,7 @@ def list_published(pattern: str = "*") -> dict[str, RegistryEntry]:
 
 
 def resolve_folder(name: str | Path, to_continue: bool = False) -> Path:
-    """Return the local folder of an entry. Names are resolved in the registries, and their files are verified."""
+    """Return the local folder of an entry. A path is returned without checks. The files of a name are verified."""
     text = str(name)
     if isinstance(name, Path) or (os.sep in text and not text.startswith("hf:")):
         return Path(name).expanduser()
@@ -241,7 +241,7 @@ def resolve_folder(name: str | Path, to_continue: bool = False) -> Path:
 
 
 def get_entry(name: str) -> RegistryEntry:
-    """Return the entry of a name: the version in the name, otherwise the newest version."""
+    """Return the entry with a name: the version in the name, otherwise the newest version."""
     base, _, version = name.partition("@")
     for registry in registries():
         if matches := [entry for entry in registry if entry.name == base and version in ("", str(entry.version))]:
@@ -256,9 +256,10 @@ def get_entry(name: str) -> RegistryEntry:
 
 
 def registries() -> Iterator[list[RegistryEntry]]:
-    """Yield the registry of ``LIGHTNING_FCL_ZOO``, a folder or a URL with its SHA-256, and the package's registry.
+    """Yield the registry in ``LIGHTNING_FCL_ZOO`` if the variable is set, then the package's registry.
 
-    If the setting has a URL, files that are missing in the package are downloaded from this URL.
+    The variable contains a folder, or a URL that may end in ``#sha256=`` and the SHA-256 of the registry. The registry
+    of a URL without a SHA-256 is not read. Files that are missing in the package are downloaded from the URL.
     """
     location = os.environ.get("LIGHTNING_FCL_ZOO", "")
     remote = _URL.fullmatch(location)
@@ -300,7 +301,7 @@ def read_registry(file: Path, url: str = "") -> list[RegistryEntry]:
 
 
 def register(folder: Path) -> None:
-    """Add an entry's folder to the registry next to it."""
+    """Add an entry's folder to the registry file in the parent folder."""
     file = folder.parent / REGISTRY
     digests = read_checksums(file) if file.is_file() else {}
     write_checksums(file, {**digests, f"{folder.name}/{CHECKSUMS_FILE}": sha256(folder / CHECKSUMS_FILE)})

@@ -92,7 +92,7 @@ def verify(name: str | Path) -> VerificationResult:
 
 @torch.no_grad()
 def test_accuracy(model: PretrainedModel, stream: FederatedStream) -> float:
-    """Return the accuracy of a network on a stream's test samples. Each time step counts if it has outputs."""
+    """Return the accuracy of a network on a stream's test samples. Outputs of time steps count separately."""
     right = total = 0
     for rows in torch.split(torch.from_numpy(stream.plan.test), BATCH_SIZE):
         x, y = stream.get_samples(rows.numpy())
@@ -104,7 +104,7 @@ def test_accuracy(model: PretrainedModel, stream: FederatedStream) -> float:
 
 
 def packaged_recipe(run: Path, results: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the recipe of the package that a run has used: its files, other settings, and SHA-256. Empty: none.
+    """Return the files, settings and SHA-256 of the package's recipe that a run has used. Empty if there is none.
 
     The comparison ignores the recipe's name and expected numbers, the output folder, and the number of processes. The
     result of a federation does not depend on the number of processes.
@@ -165,7 +165,7 @@ def _recipe_mark(recipe: Recipe) -> dict[str, Any]:
 
 
 def _on_any_processes(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Return a recipe without the number of processes."""
+    """Return a recipe without the numbers of devices and nodes, which set the number of processes."""
     trainer = {key: value for key, value in recipe["trainer"].items() if key not in ("devices", "num_nodes")}
     return {**recipe, "trainer": trainer}
 

@@ -73,9 +73,9 @@ def test_conformance_wrong_penalty_fails_matching_statements(way, failing, tmp_p
     ("words", "message"),
     [
         (["nothing.py"], "Expected a Python file at nothing.py, but the file does not exist."),
-        (["FedProxx"], "Expected a method, or a file with one, but got FedProxx. Did you mean FedProx?"),
+        (["FedProxx"], "Expected a method, or a file with a method, but got FedProxx. Did you mean FedProx?"),
         (["FedProx", "--method", "FedProxx"], "but got 'FedProxx'. Did you mean FedProx?"),
-        (["lightning_fcl.models.MLP"], "Expected a method, or a file with one, but got lightning_fcl.models.MLP"),
+        (["lightning_fcl.models.MLP"], "Expected a method, or a file with a method, but got lightning_fcl.models.MLP"),
     ],
 )
 def test_conformance_invalid_target_raises(words, message, capsys):
