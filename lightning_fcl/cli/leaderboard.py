@@ -96,5 +96,8 @@ def search_settings(folder: Path, searches: Mapping[str, str], out: Path, worker
         search_command = shlex.join(["lightning-fcl", "leaderboard", "--search", "--methods", method])
         best = read_text(out / slug(method) / "best.yaml").splitlines(keepends=True)
         recipe = "".join(line for line in best if not line.startswith("#"))
-        write_atomic(out / "best" / f"{slug(method)}.yaml", f"# The best of {file}. {search_command}\n{recipe}")
+        write_atomic(
+            out / "best" / f"{slug(method)}.yaml",
+            f"# Best settings of the search {file}. Found by: {search_command}\n{recipe}",
+        )
     print(f"Best settings of each search: {out / 'best'}")

@@ -100,8 +100,8 @@ class _Place:
         while isinstance(value, str) and (file := location._file(value)):
             if file.resolve() in [one.resolve() for one in location.files]:
                 raise InvalidValueError(
-                    "Expected the files of a recipe to contain no cycle, but "
-                    f"{' names '.join(map(str, [*location.files, file]))}.",
+                    "Expected the files of a recipe not to name each other in a cycle, but got "
+                    f"{' -> '.join(map(str, [*location.files, file]))}.",
                     hint=f"Write the values into {file}.",
                     value=value,
                 )
