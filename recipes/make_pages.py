@@ -111,7 +111,7 @@ class Layout:
         return layout
 
     def places(self, rows: Sequence[str]) -> list[tuple[list[str], dict[str, tuple[str, str]]]]:
-        """Return a pair for each line: texts of its leading columns, and ``{heading: (row, metric)}`` of other columns.
+        """Return a pair for each line: the texts of the leading columns, and ``{heading: (row, metric)}`` of the others.
 
         Args:
             rows: All rows of the paper.
@@ -164,11 +164,11 @@ class Layout:
 
 
 def render(text: str, parts: Callable[[str, str], str | None]) -> str:
-    r"""Return the text of a page in which the blocks are replaced.
+    r"""Return the text of a page with new texts of the blocks.
 
     Args:
         text: The page.
-        parts: Function that takes the name and the subfolder of a block. Returns its new text, or None to keep it.
+        parts: Function that takes the name and the subfolder of a block. Returns the new text of the block, or None to keep the block.
     """
 
     def anew(match: re.Match[str]) -> str:
@@ -231,7 +231,10 @@ def papers_block(papers: Mapping[str, tuple[Table | None, str]]) -> str:
 
 
 def _percentile(name: str, cell: Cell) -> str:
-    """Return the paper's value, and the percentage of seeds with a lower value. Values are rounded to three digits."""
+    """Return the paper's value, and the percentage of seeds with a lower value, or "-" if one of them is missing.
+
+    Values are rounded to three digits. A seed with an equal value counts half.
+    """
     if cell.paper is None or not cell.values:
         return "-"
     paper, seed_values = round(cell.paper, 3), np.round(list(cell.values.values()), 3)
@@ -241,7 +244,7 @@ def _percentile(name: str, cell: Cell) -> str:
 
 
 def _seeds(table: Table) -> str:
-    """Return the seeds that most rows have. Rows with different seeds follow in brackets."""
+    """Return a text with the seeds of most rows. Rows with other seeds follow in brackets."""
     rows: dict[tuple[int, ...], list[str]] = {}
     for row, cells in table.rows.items():
         rows.setdefault(tuple(sorted({seed for cell in cells.values() for seed in cell.values})), []).append(row)
@@ -270,7 +273,7 @@ def _wrapped(text: str) -> str:
 def against_figure(table: Table) -> charts.Spec | None:
     """Return a figure of each mean against the paper's value.
 
-    Numbers mark the points with the largest deviations. A list beside the plot contains their rows and metrics.
+    Numbers mark the points with the largest deviations. A list next to the plot contains the rows and metrics of these points.
 
     Returns:
         The figure, or None if no value can be compared.
@@ -362,7 +365,7 @@ def pages(recipes: Path) -> dict[Path, str]:
 
 
 def layouts(folder: Path) -> dict[str, Layout]:
-    """Return the layouts of a paper's tables by name.
+    """Return the layout of each table of a paper, by the name of the layout.
 
     Raises:
         ValueError: If a layout is invalid, or contains a row that does not exist.

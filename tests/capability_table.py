@@ -15,7 +15,7 @@ TABLES = [
 
 
 def promises(mark: str) -> Iterator[tuple[str, str, str]]:
-    """Yield the subject, the behavior and the test id of each test with a mark."""
+    """Yield the subject, the behavior and the test id for each use of a mark on a test."""
     for path in sorted(TESTS.rglob("test_*.py")):
         text = path.read_text()
         for node in ast.parse(text).body if f"pytest.mark.{mark}(" in text else []:
@@ -38,7 +38,7 @@ def write_tables(page: str) -> str:
 
 
 def order(row: tuple[str, str, str]) -> tuple[bool, bool]:
-    """Return a sort key: tests of third-party modules first, unsupported features last."""
+    """Return a sort key: supported features before unsupported ones, then tests of third-party modules first."""
     return row[1].startswith("Not supported"), not row[2].startswith("tests/third_party")
 
 

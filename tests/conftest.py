@@ -56,7 +56,7 @@ def pytest_collection_finish():
 
 
 def pytest_sessionfinish():
-    """Include the objects that imports created in garbage collection again."""
+    """Undo the exclusion of objects from garbage collection."""
     gc.unfreeze()
 
 
@@ -69,7 +69,7 @@ def _seeded(monkeypatch):
 
 @pytest.fixture(scope="session")
 def brought():
-    """Return a function that finds all installed packages that some requirements need, by name.
+    """Return a function that finds the installed packages for some requirements and their dependencies, by name.
 
     Packages of other platforms are excluded.
     """
@@ -151,7 +151,7 @@ KINDS = {
 
 
 def stream_words(scenario="class-incremental", partition=None, num_clients=None, **kwargs):
-    """Return the arguments of a stream. Flat arguments become the arguments of its scenario, partition and split."""
+    """Return the arguments of a stream. The function makes the scenario, partition and split from flat arguments."""
     if not isinstance(scenario, str):
         return {**kwargs, "scenario": scenario, "partition": KINDS[partition or "iid"](num_clients or 10)}
     kind = KINDS[scenario]
@@ -191,7 +191,7 @@ def make_task():
 
 @pytest.fixture(scope="session")
 def small_recipe():
-    """Return a function that makes overrides for the quickstart recipe, so that it is small."""
+    """Return a function that makes overrides with which the quickstart recipe trains quickly."""
 
     def make(rounds, clients, rounds_per_experience=1, **data):
         strategy = {"init_args": {"local_epochs": 1}}
@@ -207,7 +207,7 @@ def small_recipe():
 
 @pytest.fixture(scope="session")
 def without_pages():
-    """Return a context manager in which runs write empty reports. Writing reports takes longer than these runs."""
+    """Return a context manager in which runs write empty reports. Writing a report takes longer than a small run."""
     return lambda: patch(
         "lightning_fcl.evaluation.results.write_page", lambda folder, _: write_atomic(folder / "report.html", "")
     )
@@ -272,7 +272,7 @@ def reservoir_by_hand(reservoir, x, gain=None, bias=None):
 
 
 def statistics_by_hand(reservoir, x, y, classes=4, signed=False, gain=None, bias=None):
-    """Return the matrices A and B in NumPy. Each step after the washout is one sample."""
+    """Return the ridge statistics A and B, in NumPy. Each time step after the washout is one sample."""
     states = reservoir_by_hand(reservoir, x, gain, bias)[2][:, reservoir.washout :]
     targets = np.repeat(np.eye(classes)[np.asarray(y)], states.shape[1], axis=0)
     states = states.reshape(-1, states.shape[-1])
@@ -487,7 +487,7 @@ def assert_same():
 def assert_resumes(fit, make_stream, assert_same, tmp_path):
     """Return a function that asserts that a resumed fit is bitwise identical to an uninterrupted fit.
 
-    It resumes from the middle of an experience and from its end.
+    The check resumes from the middle of an experience and from the end of an experience.
     """
 
     def kept(trainer):

@@ -128,7 +128,7 @@ class Scope:
 
 @dataclass(frozen=True)
 class Context:
-    """A scope with the labels of its arguments, within the context that encloses it."""
+    """A scope, with labels of its arguments (error or text) and the context of the enclosing scope."""
 
     scope: Scope
     arguments: frozenset[tuple[str, int]] = frozenset()
@@ -145,7 +145,8 @@ def find_decisions(sources: Mapping[str, str]) -> list[Finding]:
 class Analysis:
     """A fixed-point analysis over the contexts of all functions.
 
-    Labels are only added. Contexts that read a changed cell are evaluated again.
+    A cell stores the labels of a name, an attribute or a result. Labels are only added to cells. Contexts that read a
+    changed cell are evaluated again.
     """
 
     def __init__(self, sources: Mapping[str, str]) -> None:
@@ -203,7 +204,7 @@ class Analysis:
         return self._is_exception[name]
 
     def annotated(self, annotation: ast.expr | None) -> int:
-        """Return ERROR if an annotation contains an exception class, also in a union or container."""
+        """Return the label ERROR if an annotation contains an exception class, also in a union or container, otherwise 0."""
         match annotation:
             case ast.Constant(value=str(text)):
                 return self.annotated(ast.parse(text, mode="eval").body)
@@ -315,7 +316,7 @@ class Evaluation:
     # Cells
 
     def cell(self, name: str) -> object:
-        """Return the cell of a name: in this context, or in the enclosing context that assigns the name."""
+        """Return the key of the cell that stores the labels of a name, in this or an enclosing context."""
         for names in reversed(self._inner):
             if name in names:
                 return names[name]
@@ -364,7 +365,7 @@ class Evaluation:
             self.analysis.write((self.context, "return", place if len(parts) > 1 else None), labels)
 
     def bind(self, target: ast.AST, labels: int) -> None:
-        """Add labels to a target of an assignment."""
+        """Add labels to the cells of a target of an assignment."""
         match target:
             case ast.Name(id=name):
                 self.write(name, labels)
@@ -479,7 +480,7 @@ class Evaluation:
     # Expressions
 
     def value(self, node: ast.AST | None) -> int:
-        """Return the labels of an expression."""
+        """Return the labels of the value of an expression."""
         match node:
             case None | ast.Constant():
                 return 0

@@ -164,7 +164,7 @@ def small_stream(**options):
 
 
 class Average(L.Callback):
-    """Averages the server's model after each round, as the hint suggests."""
+    """A callback that averages the server's model over rounds, as the hint suggests."""
 
     def __init__(self, **options):
         self.options = options
@@ -437,7 +437,7 @@ def fit_counting(lab, by_round):
 
 
 class Returns(Classifier):
-    """A classifier whose optimizers a function defines."""
+    """A classifier whose optimizers come from a given function."""
 
     def __init__(self, optimizers, optimizer=sgd):
         super().__init__(MLP([6, 5, 4]), 4, optimizer)
@@ -784,7 +784,7 @@ def pad_batch(items):
 
 
 class Moves(L.LightningDataModule):
-    """A data module without batch transfer hooks. Optionally, it changes the samples in the data set."""
+    """A data module without batch transfer hooks. With `in_dataset`, the data set changes the samples."""
 
     def __init__(self, in_dataset=False):
         super().__init__()
@@ -1863,7 +1863,7 @@ def add_readouts(first, second):
 
 
 class Items(Dataset):
-    """A data set of 24 samples that a function makes."""
+    """A data set of 24 samples. A given function makes the samples."""
 
     def __init__(self, make):
         self.make = make
@@ -1884,7 +1884,7 @@ def of_pair(index):
 
 
 class TakesAny(Classifier):
-    """Accepts batches that are pairs or dicts."""
+    """A classifier that accepts batches that are pairs or dicts."""
 
     def training_step(self, batch, batch_idx):
         x, y = (batch["x"], batch["y"]) if isinstance(batch, dict) else batch
@@ -1904,7 +1904,7 @@ def batch_of_lists(items):
 
 
 class ListClassifier(Classifier):
-    """Accepts batches whose inputs are lists of tensors."""
+    """A classifier that accepts batches whose inputs are lists of tensors."""
 
     def training_step(self, batch, batch_idx):
         return super().training_step([torch.stack([*batch[0]]), batch[1]], batch_idx)

@@ -149,7 +149,7 @@ ROWS |= {
 
 
 def parquet_of(lab, damage=None):
-    """Read a parquet file that pandas wrote. `damage` changes the file first, unless it is None."""
+    """Write a parquet file with pandas and read the file. A function `damage` changes the file before the read."""
     pytest.importorskip("pyarrow")
     path = lab.folder / "t.parquet"
     pd.DataFrame({"a": [1.0, 2.0], "y": ["p", "q"]}).to_parquet(path)
@@ -194,7 +194,7 @@ ROWS |= {
 
 
 def load_alone(lab, name):
-    """Read a damaged or missing checkpoint in a folder without other checkpoints, or the checkpoint of the run."""
+    """Read the checkpoint `name` in a folder with one damaged checkpoint. Without a name, read the checkpoint of a run."""
     folder = lab.folder / "alone"
     folder.mkdir(exist_ok=True)
     (folder / "cut.ckpt").write_bytes(lab.checkpoint().read_bytes()[:1000])
@@ -204,7 +204,7 @@ def load_alone(lab, name):
 def newest_of(lab, damage, train=False):
     """Return the newest checkpoint of a run.
 
-    By default, a checkpoint of the copied run is damaged with `damage`. With `train`, the recipe is trained again.
+    By default, `damage` damages a checkpoint of the copied run first. With `train`, the recipe is trained again instead.
     """
     if train:
         command(lab, "fit --config run/config.yaml --out again")

@@ -51,7 +51,7 @@ SERIES = np.random.default_rng(0).uniform(-1, 1, (4, 3, 2))
 
 
 class Weighted(Sampler):
-    """Draws random samples in each epoch."""
+    """A sampler that draws random samples in each epoch."""
 
     def __iter__(self):
         return iter(torch.randint(24, (24,)).tolist())
@@ -61,7 +61,7 @@ class Weighted(Sampler):
 
 
 class Loaders(L.LightningDataModule):
-    """A data module whose training loader a function makes."""
+    """A data module whose training loader comes from a given function."""
 
     def __init__(self, make):
         super().__init__()

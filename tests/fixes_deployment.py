@@ -86,7 +86,7 @@ def check_size(lab, limit):
 
 
 def take_targets(lab, server, node, classes=None):
-    """Read a client's targets on a node. The targets of the server are classes or numbers."""
+    """Set the data of a node with the targets `node`. The targets `server` of the server are classes or numbers."""
     x, columns = np.zeros((4, 1), np.float32), {"target": ["y"], "features": ["a"]}
     outline = make_outline(set_up(FederatedStream.from_arrays(x, server, ["a"] * 4, scenario=Stationary())), "a")
     file = written(lab, "a.csv", "\n".join(["a,y", *(f"0,{value}" for value in node)]))
@@ -100,7 +100,7 @@ def set_up(stream):
 
 
 def take_parts(lab, parts):
-    """Give a server samples whose column `part` has these values."""
+    """Give a server samples with the values `parts` in the column `part`."""
     path = lab.folder / "server.npz"
     np.savez(path, x=np.zeros((4, 6), np.float32), y=np.array(["a", "b"] * 2), part=np.array(parts))
     set_server_data(FederatedStream(scenario=Stationary()), read_data(path, for_server=True), ["a"])
@@ -277,7 +277,7 @@ def quickstart_model():
 
 
 def follow_file(lab, content):
-    """Read a recipe that names another file for the model."""
+    """Read a recipe whose model is in another file with the given content."""
     written(lab, "model.yaml", content)
     return recipe(lab, files=["model: model.yaml"])
 

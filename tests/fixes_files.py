@@ -165,7 +165,7 @@ def tune(lab, sizes, words=""):
 
 
 def changed_search(lab, units, words=""):
-    """Run a search in the folder of an earlier search with a different search space."""
+    """Run a search in the folder of an earlier search. `units` changes the search space."""
     if not (lab.folder / "out").exists():
         tune(lab, [[64, 8, 10]])
     tune(lab, [[64, units, 10]], words)
@@ -742,7 +742,7 @@ def fit_again(lab):
 
 
 def read_damaged(lab, damage):
-    """Damage the results of a run if it was not copied before, and read them."""
+    """Read the results of a copied run. The first call copies the run and damages the results."""
     if not (lab.folder / "run").exists():
         lab.run()
         damage(lab)
@@ -936,7 +936,7 @@ def download_on(lab, limit):
 
 
 def archive(lab, before=lambda lab: None):
-    """Return a data source whose archive is on a server. The first call ends with ``before``."""
+    """Return a data source whose archive is on a server. The first call makes the source, and then calls ``before``."""
     if not hasattr(lab, "source"):
         written(lab, "packed/original/train.csv", "1,0")
         (lab.folder / "server").mkdir()
@@ -996,7 +996,7 @@ def limited(lab, limit):
 
 
 def digest_of(lab):
-    """Check the digest of a file, which is damaged unless it was copied again."""
+    """Check the digest of the weights of the copied model. The first call damages the weights."""
     path = lab.entry() / WEIGHTS
     if not hasattr(lab, "digest"):
         lab.digest = sha256(path)
@@ -1183,7 +1183,7 @@ def predict_features(lab, head):
 
 
 def once(lab, damage, read):
-    """Damage the copied model in the first call, and read it."""
+    """Read the copied model. The first call damages the model before it is read."""
     if not (lab.folder / "zoo").exists():
         damage(lab.entry())
     return read(lab.entry())
@@ -1200,7 +1200,7 @@ def changed_weights(lab, **settings):
 
 
 def move_entry(lab):
-    """Rename the folder of the copied model, also in the registry."""
+    """Rename the folder of the copied model, and change the name in the registry."""
     registry = lab.entry().parent / REGISTRY
     (lab.folder / "zoo" / NAME).rename(lab.folder / "zoo" / "mlp.other")
     registry.write_text(registry.read_text().replace(NAME, "mlp.other"))

@@ -47,7 +47,7 @@ def uneven_stream():
 
 
 class NoLoss(Plain):
-    """Returns no loss for batches of 4 samples after the first batch."""
+    """A module that returns no loss for batches of 4 samples after the first batch."""
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
@@ -55,7 +55,7 @@ class NoLoss(Plain):
 
 
 class OtherParameters(Plain):
-    """Trains only its second layer with batches of 4 samples after the first batch."""
+    """A module that trains only its second layer on batches of 4 samples after the first batch."""
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -74,7 +74,7 @@ class SingleSamples(Classifier):
 
 
 class Remembers(Method):
-    """Keeps a state entry for client "1" only, or for all clients."""
+    """A method that keeps a state entry for client "1" only, or for all clients with `fills`."""
 
     vectorizable = True
 
@@ -93,7 +93,7 @@ class Remembers(Method):
 
 
 class AsksPart(Method):
-    """Reads the round in its penalty: from `client.client_round`, or from the method state."""
+    """A method whose penalty reads the round from `client.client_round`, or from the method state with `stores`."""
 
     vectorizable = True
 

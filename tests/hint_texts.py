@@ -1,6 +1,6 @@
 """Static analysis that finds the texts of hints in a package.
 
-A hint is the argument `hint=` of a call. The analysis also finds texts behind names and functions.
+A hint is the argument `hint=` of a call. If it is a name or a call, the analysis finds the texts behind it.
 """
 
 import ast
@@ -212,7 +212,7 @@ class Package:
         return texts
 
     def imported(self, name: str, module: Module) -> tuple[Module, str] | None:
-        """Return the module of the package that defines an imported name, and the name there."""
+        """Return the module of the package from which a name is imported, and its name in that module, or None."""
         source, original = module.imports.get(name, ("", ""))
         return (self.modules[source], original) if source in self.modules else None
 

@@ -68,7 +68,7 @@ def public() -> dict[str, typing.Any]:
 
 
 def number_hints(make, every: bool = False) -> dict[str, typing.Any]:
-    """Return the annotations of the number arguments of a class or function, or of all arguments."""
+    """Return the annotations of the number arguments of a class or function. With `every`, return all annotations."""
     owner = make.__init__ if inspect.isclass(make) else make
     hints = {}
     for base in reversed(make.__mro__) if inspect.isclass(make) else ():

@@ -131,7 +131,7 @@ def test_error_classes_have_unique_codes_and_a_built_in_base():
 
 @pytest.mark.parametrize("kind", CLASSES)
 def test_error_pickled_or_copied_keeps_its_attributes(kind):
-    """This is also true for errors from other processes, and for errors that a DataLoader worker raises again."""
+    """Errors from other processes, and errors that a DataLoader worker raises again, keep their attributes too."""
     error = kind("Expected `a` to be 1 but got 2.", hint=" Use `a=1`.", argument="a", value=2, code="a-code")
     for one in (error, pickle.loads(pickle.dumps(error)), copy.copy(error)):
         assert type(one) is kind and str(one) == "Expected `a` to be 1 but got 2. Use `a=1`."

@@ -33,7 +33,7 @@ def name_of(node):
 
 
 def is_opened(argument):
-    """Return whether an argument is an open file, a content in memory, or a checked path."""
+    """Return whether an argument is an open file, a content in memory, or a checked path, judged by its name."""
     made = argument.func if isinstance(argument, ast.Call) else argument
     return name_of(made) in {*OPENED, "open_file", "regular_file", "BytesIO", "StringIO", "read_text"}
 

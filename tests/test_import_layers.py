@@ -14,7 +14,7 @@ PACKAGE = Path(lightning_fcl.__file__).parent
 
 
 def test_modules_import_each_other_without_cycles():
-    """Imports inside functions count too."""
+    """The graph includes imports inside functions, and excludes imports for type checking."""
     graph = grimp.build_graph("lightning_fcl", exclude_type_checking_imports=True, cache_dir=None)
     imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
     assert len(imports) > 90

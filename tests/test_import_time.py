@@ -70,7 +70,7 @@ print("loaded", sorted({name.partition(".")[0] for name in sys.modules} & (set(O
 
 @pytest.fixture(scope="module")
 def printed(install, tmp_path_factory):
-    """Return the output of the code above in an environment with only the core dependencies."""
+    """Return the output of the code `TRAINS` in an environment with only the core dependencies."""
     folder = tmp_path_factory.mktemp("installed")
     others = install(folder, CORE)
     package = str(Path(lightning_fcl.__file__).parents[1])

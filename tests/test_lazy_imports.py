@@ -21,7 +21,7 @@ PACKAGES = [lightning_fcl, callbacks, conformance, methods, models, zoo]
 
 
 def python(code: str) -> str:
-    """Return the output of code in a new interpreter."""
+    """Run code in a new interpreter, and return the printed output."""
     return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
 
 

@@ -42,7 +42,7 @@ def families(licence: str) -> set[str]:
 def said_by(package: Distribution) -> set[str]:
     """Return the license families in the metadata of a package.
 
-    The license expression comes first, then the classifiers, then the license field.
+    The families come from the license expression, the classifiers or the license field: the first that names a family.
     """
     about = package.metadata
     classifiers = [one for one in about.get_all("Classifier", []) if one.startswith("License ::")]

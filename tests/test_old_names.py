@@ -26,7 +26,7 @@ CLASSES = {row["old"]: row["new"] for row in RENAMES if row["kind"] == "class"}
 
 
 def replaced_members(renames):
-    """Return the replaced member names of each class. Keys are the current class names."""
+    """Return the replaced names of members for each class, by the current name of the class."""
     members = defaultdict(set)
     for row in renames:
         scope = row["where"].partition(":")[2]
@@ -36,7 +36,7 @@ def replaced_members(renames):
 
 
 def present_path(path):
-    """Return the current path of a module. Moves of modules and packages are applied."""
+    """Return the current path of a module for its old path. The module or its package can have moved."""
     name = path.removeprefix("lightning_fcl/").removesuffix(".py")
     package, slash, module = MOVES.get(name, name).partition("/")
     return f"lightning_fcl/{MOVES.get(package, package) if slash else package}{slash}{module}.py"
@@ -138,7 +138,7 @@ def test_status_of_rows_is_valid():
 
 
 def replaced_arguments():
-    """Return the rows of replaced arguments, by the current name of their function and their old name."""
+    """Return the rows of replaced arguments, by the current name of the function and the old name of the argument."""
     arguments = defaultdict(dict)
     for row in RENAMES:
         scope = row["where"].partition(":")[2].removesuffix(".__init__")

@@ -72,7 +72,7 @@ def all_below(folder):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A nested folder. Files exist at the paths to which the unsafe names lead."""
+    """A nested folder. Files exist at paths to which unsafe names lead."""
     folder = tmp_path / "own" / "folder"
     for place in (tmp_path, folder.parent, folder, folder / "a", tmp_path / "x"):
         place.mkdir(exist_ok=True)

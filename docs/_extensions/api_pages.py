@@ -28,7 +28,7 @@ def shorten_types(app: Sphinx, doctree: nodes.document) -> None:
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Connect both functions to Sphinx events."""
+    """Connect `list_names` and `shorten_types` to Sphinx events."""
     app.connect("autodoc-process-docstring", list_names)
     app.connect("doctree-read", shorten_types)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

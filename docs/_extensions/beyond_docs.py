@@ -1,6 +1,6 @@
-"""Sphinx extension that makes links which work on GitHub also work on the site.
+"""Sphinx extension for links of pages: links that work on GitHub also work on the site.
 
-It resolves links to included pages and to files of the repository.
+The extension resolves links to included pages and to files of the repository.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ INCLUDES = re.compile(r"^```\{include\} (\S+)$", re.MULTILINE)
 
 
 def included_pages(docs: Path) -> dict[Path, str]:
-    """Return the name of the including page for each included file outside of ``docs``."""
+    """Return the names of the pages that include files, by the path of the included file."""
     return {
         (page.parent / target).resolve(): page.relative_to(docs).with_suffix("").as_posix()
         for page in docs.rglob("*.md")
@@ -60,6 +60,6 @@ def _written_in(node: nodes.Node) -> Path:
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Connect `resolve`, so that it runs before Sphinx collects the downloads of pages."""
+    """Connect `resolve` to the event `doctree-read`. It runs before Sphinx collects the downloads of pages."""
     app.connect("doctree-read", resolve, priority=400)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -22,7 +22,7 @@ LOADING = ("src", "srcset", "poster", "data", "background")
 
 
 class _Page(HTMLParser):
-    """A parser that collects the addresses on other hosts from which a page loads something, without its links."""
+    """A parser that collects addresses on other hosts from which a page loads something. Links to pages are ignored."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -78,7 +78,7 @@ QUICK = {"pretrain_epochs": 1, "epochs": 1, "augment": False, "batch_size": 8, "
 def run(fit):
     """Return a function that fits a small network.
 
-    It returns the task and the state of the task before the first round.
+    That function returns the task, and the state of the task before the first round.
     """
 
     def go(session=(), others=(), task=None, stream=None, reductions=HEAD, **kwargs):
@@ -462,7 +462,7 @@ def test_base_session_invalid_arguments_raise(arguments, expected):
 
 
 def check_fix_of_cache(run, folder, damage):
-    """Damage the cache, expect an error, delete the cache, and train the session again."""
+    """Damage the cached session, check the error of the next fit, delete the cache, and train the session again."""
     _, state = run({"cache_dir": str(folder)}, max_epochs=1)
     (path,) = folder.glob("*.safetensors")
     damage(path)

@@ -28,7 +28,7 @@ def counts(task, stream, groups):
 
 
 class ByHand(Callback):
-    """Evaluates the current model at the end of each client's training and of each round."""
+    """Evaluates the current model at the end of each client's training, and at the end of each round."""
 
     def __init__(self, stream, groups=4):
         self.stream, self.groups, self.current, self.rounds = stream, groups, {}, []
@@ -263,7 +263,10 @@ def test_evaluate_before_fit_counts_initial_model(fit, make_stream, make_task, t
 
 
 def test_evaluate_before_fit_base_session_is_experience_0(fit, make_task):
-    """Tests accuracy on the base session's classes before the rounds, and on all classes so far after each session."""
+    """Before the first round, the accuracy covers the classes of the base session.
+
+    After each later session, the accuracy covers all classes of the sessions so far.
+    """
     arguments = {
         "num_people": 4, "num_base_people": 2, "num_sessions": 2, "num_nodes": 2,
         "train_per_class": 20, "test_per_class": 10,
@@ -286,7 +289,7 @@ def test_evaluate_before_fit_base_session_is_experience_0(fit, make_task):
 
 
 class Doubles(Method):
-    """Doubles the weights of the head for the predictions of client 1."""
+    """A method that doubles the weights of the head in the predictions of client 1, once the client has trained."""
 
     def personalize(self, client, state):
         return {**state, "model.2.weight": 2 * state["model.2.weight"]} if client.method_state else state

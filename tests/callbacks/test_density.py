@@ -23,9 +23,9 @@ OWNERS = np.array(["ann", "bob", "eve"])
 
 
 def sequences(samples=240, steps=70, features=3, classes=4):
-    """Return sequences of noise around a level that depends on the class.
+    """Return noisy sequences and their classes. The mean of a sequence depends on its class.
 
-    Sequences are longer than a block of the reservoir.
+    The reservoir processes long sequences in blocks. These sequences are longer than one block.
     """
     rng = np.random.default_rng(0)
     y = np.arange(samples) % classes
@@ -135,7 +135,7 @@ def test_activation_density_omits_groups_without_test_samples(fit, task):
 
 def test_activation_density_does_not_change_fit(fit, task):
     class Noisy(Dataset):
-        """Draws random numbers for each item."""
+        """A dataset that draws random numbers at each read of an item."""
 
         def __init__(self):
             self.x, self.targets = sequences()

@@ -19,7 +19,7 @@ from lightning_fcl.errors import MissingValueError
 
 
 class Chatty(L.LightningModule):
-    """Logs numbers and metrics, with and without `sync_dist`, for clients with batches of different sizes."""
+    """A module that logs numbers and metrics in its training step, with and without `sync_dist`."""
 
     def __init__(self):
         super().__init__()

@@ -115,7 +115,7 @@ class Image(Own):
 
 
 class Labels(Own):
-    """A multilabel module without `forward`."""
+    """A module for multilabel classification that does not override `forward`."""
 
     forward = L.LightningModule.forward
 

@@ -18,7 +18,7 @@ def tiny(tmp_path, small_recipe):
 
 @pytest.fixture
 def reports():
-    """Let the runs of a test write their reports."""
+    """Allow the runs of a test to write reports, which other tests do not write."""
 
 
 @pytest.fixture(autouse=True)

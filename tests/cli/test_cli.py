@@ -40,7 +40,7 @@ for words in json.loads(sys.argv[1]):
 
 @pytest.fixture(scope="module")
 def helps():
-    """For each command, return the help text, the processor time so far, and the imported large packages."""
+    """Return for each command: help text, processor time until the text was printed, and imported large packages."""
     every = [["--help"], *([name, "--help"] for name in COMMANDS)]
     words = [sys.executable, "-c", HELPS, json.dumps(every)]
     lines = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
@@ -146,7 +146,7 @@ def test_damaged_checkpoint_error_suggests_earlier_one(tiny, tmp_path, error_of,
 
 @pytest.mark.seconds
 def test_checkpoint_hyperparameters_are_not_instantiated(tiny, tmp_path):
-    """Without this check, LightningCLI creates the optimizer or module that the hyperparameters name."""
+    """LightningCLI alone creates the optimizer or module that the hyperparameters of a checkpoint name."""
     out, marker = tmp_path / "out", tmp_path / "marker"
     main(["fit", *tiny, "--out", str(out)])
     (path,) = (out / "checkpoints").glob("*.ckpt")
@@ -333,7 +333,7 @@ def test_fit_without_max_epochs_trains_all_rounds(tiny, tmp_path):
 
 @pytest.mark.seconds
 def test_row_with_overrides_and_expected_is_reproduced(tmp_path, capsys, monkeypatch, small_recipe):
-    """Rows can share files, set their own arguments and contain the paper's numbers."""
+    """Rows of a paper can share files, override arguments, and contain the paper's numbers."""
     folder = tmp_path / "recipes" / "mine"
     folder.mkdir(parents=True)
     base = yaml.safe_load((RECIPES / "quickstart.yaml").read_text())
@@ -479,9 +479,9 @@ def test_paper_rows_at_scale_excludes_other_rows(tmp_path):
 
 
 def telling_rows():
-    """Return a test parameter for each row of fedvit that has a file or a setting that no earlier row has.
+    """Return a test parameter for each row of fedvit with a file or setting that no earlier row has.
 
-    The rows of all scales are compared.
+    Earlier rows are the rows above at the same scale, and all rows of larger scales.
     """
     seen, found = set(), []
     for scale in ("paper", "medium", "small", "smoke"):

@@ -17,7 +17,7 @@ RECIPES = recipes_folder()
 
 @pytest.fixture
 def toy(tmp_path, monkeypatch, small_recipe):
-    """Create a paper with one row and one scale, and return its folder. The row trains quickly."""
+    """Create the recipe folder of a paper with one row and one scale, and return the folder. The row trains quickly."""
     folder = tmp_path / "recipes" / "toy"
     folder.mkdir(parents=True)
     (folder / "base.yaml").write_text((RECIPES / "quickstart.yaml").read_text())

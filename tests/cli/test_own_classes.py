@@ -93,7 +93,7 @@ main(["test", "--config", "my.yaml", "--ckpt_path", str(checkpoint)])
 
 @pytest.fixture
 def here(folder, monkeypatch):
-    """Run commands in the folder, in this process, and unload the modules of the folder afterwards."""
+    """Change to the folder for the test. Unload the modules of the folder, named `my_...`, afterwards."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [*sys.path])
     before = {*sys.modules}

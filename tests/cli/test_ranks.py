@@ -53,7 +53,7 @@ def wait_until(condition, seconds=900):
 
 
 def alone(out, capsys, *more):
-    """Fit with the same arguments in this process. Return the printed output without paths, and the results."""
+    """Fit with one process, which is this process. Return the printed output without paths, and the results."""
     capsys.readouterr()
     main([*words(out, 1, *more)[3:]])
     return capsys.readouterr().out.replace(str(out), ""), results(out)
@@ -61,7 +61,7 @@ def alone(out, capsys, *more):
 
 @pytest.mark.long
 def test_fit_two_processes_equal_one_process(tmp_path, capsys):
-    """The results are equal, and only rank 0 prints."""
+    """The results are equal, and the output is printed only once, by rank 0."""
     short = ("--trainer.max_epochs", "3")
     run = subprocess.run(words(tmp_path / "2", 2, *short), capture_output=True, text=True)
     assert run.returncode == 0, run.stderr

@@ -74,9 +74,9 @@ class DiesInReport(Callback):
 
 @pytest.fixture
 def recipe(tmp_path, small_recipe):
-    """Return a function that writes a small recipe of four rounds and returns its files.
+    """Return a function that writes a small recipe of four rounds, and returns the files of the recipe.
 
-    The recipe may have a callback.
+    The function can add a callback to the recipe.
     """
     (tmp_path / "for_a_test.py").write_text(CALLBACKS)
 
@@ -187,9 +187,10 @@ def test_fit_second_signal_stops_at_once(recipe, start, tmp_path, names, code):
 
 
 def side_by_side(recipe, start, tmp_path, workers=2):
-    """Start a command that trains `workers` runs in parallel.
+    """Start a command that trains runs in two worker processes.
 
-    In the middle of a round, return its process and the process descriptors of the workers.
+    Return once `workers` worker processes are in the middle of a round. The result is the process of the command, and
+    a process descriptor (pidfd) for each worker.
     """
     os.mkfifo(tmp_path / "pipe")
     files = recipe({"class_path": "for_a_test.Waits", "init_args": {"pipe": str(tmp_path / "pipe")}}, logger=False)
@@ -211,7 +212,7 @@ def side_by_side(recipe, start, tmp_path, workers=2):
 
 
 def all_gone(watched):
-    """Return whether all processes end within a minute."""
+    """Return whether all processes end. The wait stops if no process ends for 60 s."""
     left = set(watched)
     while left and (ended := select.select(left, [], [], 60)[0]):
         left -= set(ended)

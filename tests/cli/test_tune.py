@@ -54,7 +54,7 @@ def search(tmp_path, recipe):
 def pretend(monkeypatch):
     """Return a function that replaces the training of runs and the drawing of charts by fakes.
 
-    The objective of a fake run is its learning rate, or the value of a function of the recipe.
+    By default, the objective of a fake run is its learning rate. A given function computes it from the recipe instead.
     """
     seen = []
 
@@ -120,7 +120,7 @@ def test_tune_end_to_end_writes_best_recipe(search, tmp_path, capsys):
 
 @pytest.mark.seconds
 def test_tune_row_uses_files_and_overrides_of_row(search, tmp_path, recipe, monkeypatch, pretend):
-    """The recipe of the row is merged before the searched settings. The first seed is `first_seed`."""
+    """The row is merged before the files and the settings of the search. The first seed is `first_seed`."""
     pretend()
     jobs, run_job = [], module.run_job
     monkeypatch.setattr(module, "run_job", lambda job: jobs.append(job) or run_job(job))

@@ -20,7 +20,7 @@ def squares(step):
 
 
 class Plain(Method):
-    """FedAvg."""
+    """A method without changes, which is FedAvg."""
 
 
 class DrawsAnything(Method):

@@ -31,7 +31,7 @@ print(gem.qpsolvers.solve_qp is qpsolvers.solve_qp, sorted({{'qpsolvers', 'GPUti
 
 
 def printed(home, code=CODE):
-    """Return the lines that a fresh interpreter prints, with a separate home directory."""
+    """Return the lines that a new interpreter with the home directory `home` prints."""
     environment = os.environ | {"HOME": str(home)}
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert ended.returncode == 0, ended.stderr

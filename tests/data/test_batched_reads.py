@@ -20,9 +20,9 @@ SIZE = 48
 
 
 class Padded(Dataset):
-    """A dataset of sequences.
+    """A dataset of sequences of different lengths.
 
-    Its `__getitems__` pads them to the longest sequence of the batch, like transforms of Hugging Face.
+    `__getitems__` pads the sequences of a batch to the same length, like transforms of Hugging Face.
     """
 
     def __init__(self, size=SIZE):
@@ -170,7 +170,7 @@ def test_worker_init_fn_gets_dataset_of_its_loader(quiet, case):
 
 
 class Graph:
-    """An item whose type the stream does not recognize, so that it cannot find the target."""
+    """An item whose type the stream does not recognize, so that the stream cannot find the target."""
 
     def __init__(self, row):
         self.x, self.y = torch.full((row % 3 + 1, 2), float(row)), row % 4

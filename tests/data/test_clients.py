@@ -132,7 +132,7 @@ def test_client_data_modules_that_disagree_raise(data, options, expected):
 
 
 class Padding:
-    """A collate function that is an object, like those of Hugging Face."""
+    """A collate function that is a callable object, like the data collators of Hugging Face."""
 
     def __call__(self, items):
         return default_collate(items)

@@ -141,9 +141,9 @@ def test_features_interrupted_leave_no_file(images, cache):
 
 
 def test_features_first_run_reads_images_once(images):
-    """Other images with the same backbone are read twice.
+    """Different images with the same backbone are read twice.
 
-    The first read computes their key, and the second read embeds them.
+    The first read computes the cache key of the images. The second read embeds the images.
     """
     x, y = images
     backbone = Counted()
@@ -229,7 +229,7 @@ def test_features_with_transfer_hook_raise(images):
 
 @pytest.mark.parametrize("clients", [1, 5])
 def test_ridge_on_features_equals_ridge_on_images(clients, fit):
-    """The result is the same for cached features and for features that are computed from each batch."""
+    """The readout is the same for cached features and for features that are computed from each batch of images."""
     solved = []
     for features in (None, Counted()):
         torch.manual_seed(0)
@@ -302,7 +302,7 @@ def test_data_show_and_edge_report_compute_no_features(tmp_path, cache, capsys):
 @pytest.mark.slow
 @pytest.mark.long
 def test_recipe_with_backbone_fits_exports_and_clears_features(tmp_path, cache, capsys):
-    """The exported file takes images as input."""
+    """The exported file takes images as input, although training used features."""
     main(["fit", write_recipe(tmp_path), "--out", str(tmp_path / "run")])
     (kept,) = cache.iterdir()
     size = 4 * 1797 * 1280 + 32

@@ -50,7 +50,7 @@ class NumPyItems(Items):
 
 
 class OtherItems(NumPyItems):
-    """Like `NumPyItems`, but the generator is in the attribute `noise`."""
+    """A dataset like `NumPyItems`, with the generator in the attribute `noise`."""
 
     def __init__(self, seed=0, rng=None):
         super().__init__(seed)
@@ -83,7 +83,7 @@ class PythonScale(nn.Module):
 
 
 class Randomizable:
-    """As in MONAI: all transforms share the generator of the class until each one gets a separate generator."""
+    """A transform as in MONAI. It uses the generator of the class until `set_random_state` replaces the generator."""
 
     R = np.random.RandomState()
 
@@ -120,7 +120,7 @@ class Compose(Randomizable):
 
 
 class Brightness:
-    """As in albumentations: each transform uses the two generators of its Compose."""
+    """A transform as in albumentations: it draws from a NumPy generator and from a Python generator."""
 
     def __init__(self, p):
         self.p = p
@@ -202,7 +202,7 @@ DATA = {
 
 
 class Keeper(L.LightningModule):
-    """Stores each training batch with its client and its round."""
+    """A module that stores each training batch, with its client and round."""
 
     def __init__(self):
         super().__init__()
@@ -248,7 +248,7 @@ def batches_of(task, client=None):
 
 
 def difference(one, other, client=None):
-    """Return the largest difference between the batches of two fits."""
+    """Return the largest difference between the inputs of corresponding batches of two fits."""
     pairs = zip(batches_of(one, client), batches_of(other, client), strict=True)
     values = [(float((a[2] - b[2]).abs().max()), a[:2] == b[:2]) for a, b in pairs]
     assert values and all(same for _, same in values)
@@ -391,7 +391,7 @@ def test_generators_are_restored_after_fit(quiet):
 
 
 def test_batches_equal_loop_with_derived_seeds(quiet):
-    """The seed of a generator attribute depends on the stream's seed, the client, the round, the batch and its path."""
+    """The seed of a generator depends on the stream's seed, client, round, epoch, batch and the attribute's path."""
     data, task = NumPyItems(1), train({"a": NumPyItems(1)}, quiet)
     assert len(task.batches) == ROUNDS * 2 * -(-SIZE // BATCH)
     for number, (client, round_idx, x) in enumerate(task.batches):
@@ -404,7 +404,7 @@ def test_batches_equal_loop_with_derived_seeds(quiet):
 
 
 def test_global_generators_draw_same_numbers_beside_others(quiet):
-    """Global generators draw the same numbers whether or not the dataset has generators of its own."""
+    """Global generators draw the same numbers whether or not the dataset has generators as attributes."""
 
     class Both(Items):
         def __init__(self, seed):

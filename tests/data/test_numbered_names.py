@@ -25,7 +25,7 @@ SORTED = sorted(TWELVE)  # 0, 1, 10, 11, 2, ...
 
 
 def stream_of(names, scenario, per_class=2, domains=False, partition=None):
-    """Return a stream whose labels, or whose domains, are the given names or numbers."""
+    """Return a stream with the given names or numbers as labels, or as domains if `domains` is true."""
     column = np.repeat(names, per_class)
     x = np.random.default_rng(0).normal(size=(len(column), 2)).astype(np.float32)
     y, group = (np.arange(len(column)) % 2, column) if domains else (column, None)

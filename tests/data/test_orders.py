@@ -10,7 +10,7 @@ from lightning_fcl.rng import make_client_keys, random_uint64
 
 
 def by_hand(samples, epochs, batch_plan, generator, remembered=0):
-    """Return the batches of one client in the order of torch's generator, planned without arrays."""
+    """Return the batches of one client, shuffled by a torch generator. This reference has one loop over the epochs."""
     plan = []
     for _ in range(epochs):
         parts = torch.randperm(samples, generator=generator).split(batch_plan.batch_size)

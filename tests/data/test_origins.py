@@ -25,7 +25,7 @@ ITEMS = [(X[n].numpy(), n % 3) for n in range(SIZE)]
 
 
 class Shifted(Dataset):
-    """A user's dataset that transforms the inputs of another dataset."""
+    """A user-defined dataset that adds 0.25 to the inputs of another dataset."""
 
     def __init__(self, inner):
         self.inner = inner
@@ -39,7 +39,7 @@ class Shifted(Dataset):
 
 
 class Plain:
-    """Data with a length and items that are not a torch dataset."""
+    """Data with a length and items. The class is not a subclass of a torch dataset."""
 
     def __len__(self):
         return SIZE
@@ -68,12 +68,12 @@ SHARED = {
 
 
 def numbers(stream, rows):
-    """Return the numbers of samples. Their inputs contain these numbers."""
+    """Return the numbers of the samples in some rows of a stream. The inputs of a sample contain its number."""
     return {int(x[0]) for x in stream.get_samples(np.asarray(rows))[0]} if len(rows) else set()
 
 
 def roles(data, split=None, scenario=None, **kwargs):
-    """Return the numbers of the training, validation and test samples."""
+    """Return three sets of sample numbers: training, validation and test."""
     stream = FederatedStream(data, scenario or Stationary(2), split=split, **kwargs)
     stream.setup("fit")
     trained = set().union(*(numbers(stream, rows) for current in stream.plan.train for rows in current.values()))

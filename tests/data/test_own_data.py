@@ -30,7 +30,7 @@ def _nothing_seen():
 
 
 class Indexed:
-    """An object with a length and items that is not a torch dataset."""
+    """Data with a length and items. The class is not a subclass of a torch dataset."""
 
     def __init__(self, items):
         self.items = items

@@ -288,14 +288,14 @@ def test_reading_check_stateful_collate_fn_warns(quiet, caplog):
 
 
 def given_targets(data):
-    """Return a stream with given targets, so that no item is read before the fit."""
+    """Return a stream that gets the targets as an argument, so that no item is read before the fit."""
     words = dict(scenario=Stationary(num_rounds=ROUNDS), split=Split(test=0.0), batch_size=SIZE, shuffle=False, seed=0)
     return FederatedStream.from_arrays(data, data.targets, client_ids=["a"] * SIZE, **words)
 
 
 @pytest.mark.parametrize("kind", [Items, CountedAttribute, CountedTensor, CountedArray, AppendedList, CountedDict])
 def test_reading_check_restores_dataset(quiet, kind):
-    """The first batch equals that of a dataset that has not been read before."""
+    """The first batch equals the first batch of a dataset that has not been read before."""
     task, stream = Keeper(), given_targets(kind())
     trainer = L.Trainer(strategy=FederatedStrategy(max_vectorized_clients=1), max_epochs=1, **quiet)
     trainer.fit(task, datamodule=stream)

@@ -20,7 +20,7 @@ from lightning_fcl.errors import InvalidTypeError, InvalidValueError, MissingVal
 
 
 class Tokens(Dataset):
-    """Sentences of token ids as dicts, of one length or of several lengths."""
+    """A dataset of dicts with token ids and a label. If `ragged`, the sentences have different lengths."""
 
     def __init__(self, samples=48, ragged=False):
         generator = torch.Generator().manual_seed(0)
@@ -272,7 +272,7 @@ LABELS = {
 
 
 def items(labels, samples, kind):
-    """Return arrays, or a dataset of pairs or dicts. The input of each sample is its number."""
+    """Return arrays, or a dataset of pairs or dicts. The input of each sample is its index."""
     y = np.asarray(labels)[np.arange(samples) % len(labels)]
     x = np.arange(samples, dtype=np.float32)[:, None]
     if kind == "arrays":

@@ -77,7 +77,7 @@ class ListOf(list, Dataset):
 
 
 class Told(Dataset):
-    """Dataset whose attribute `targets` may differ from the labels of its items."""
+    """A dataset whose attribute `targets` may differ from the labels of the items. It counts reads."""
 
     def __init__(self, labels, told):
         self.labels, self.targets, self.read = labels, told, 0

@@ -53,7 +53,7 @@ def load(path):
 
 
 def over(base, more):
-    """Return a recipe in which the values of another recipe override or extend those of the first one."""
+    """Return `base` with the values of `more`. Dicts are merged, except that a dict with a `class_path` replaces a value."""
     if isinstance(base, dict) and isinstance(more, dict) and "class_path" not in more:
         return {**base, **{name: over(base.get(name), value) for name, value in more.items()}}
     return more
@@ -104,7 +104,7 @@ class Rehearsal:
         self.recipe = read_recipe(self.path)
 
     def simulate(self, *words):
-        """Simulate the recipe, and write the data of its clients to files. Return the fit."""
+        """Simulate the recipe, write the data of its clients and of the server to files, and return the fit."""
         self.simulated = run_cli(
             "fit",
             Recipe.from_words(["--config", str(self.path), "--out", str(self.folder / "simulated"), *words]),
@@ -134,12 +134,12 @@ class Rehearsal:
         return self.folder / "app"
 
     def settings(self):
-        """Return the run configuration of this recipe: results folder, test data and clients."""
+        """Return the run configuration for Flower: results folder, test data of the server, and client names."""
         data = str(self.folder / "data" / "server.npz")
         return {"out": str(self.folder / "deployed"), "data": data, "clients": ",".join(self.clients)}
 
     def config(self, client):
-        """Return the node config of a client."""
+        """Return Flower's node configuration for a client: name, data file and folder of the client state."""
         data, memories = self.folder / "data" / f"{client}.npz", self.folder / "memories"
         return f'client="{client}" data="{data}" state-dir="{memories}"'
 
@@ -173,7 +173,7 @@ class Rehearsal:
         return json.loads((folder / "round.json").read_text())["round"] if begun else -1
 
     def holds(self, module):
-        """Return whether the server's newest checkpoint is bitwise identical to a module."""
+        """Return whether the state of a module is bitwise identical to the server's newest checkpoint."""
         weights = self.weights()
         return all(torch.equal(value, weights[name]) for name, value in state_tensors(module).items())
 

@@ -28,7 +28,7 @@ def server_with(state, rule="mean"):
 def read_upload(message, sent, client, server, limits):
     """Parse an upload as the server does.
 
-    Return its numbers of samples and replay samples, whether it diverged, and the decoded state.
+    Return the numbers of samples and replay samples, whether training has diverged, and the decoded state.
     """
     upload = parse_upload(message.record(), sent, client, server.state, limits)
     state = {}
@@ -42,7 +42,7 @@ def read_upload(message, sent, client, server, limits):
 
 @dataclass(frozen=True)
 class Message:
-    """An answer as it is transmitted. Tests can change each part of it."""
+    """The parts of a transmitted answer. Tests change these parts."""
 
     head: dict
     arrays: dict
@@ -73,7 +73,7 @@ def without(*words):
 
 
 def holding(**records):
-    """Return a function that returns a message with other records. If a record is None, it is removed."""
+    """Return a function that returns a message with added or replaced records. A record of None is removed."""
     return lambda message: replace(message, others=records)
 
 

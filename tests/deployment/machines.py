@@ -137,12 +137,12 @@ class Machines:
         self.start(f"{name}-stays", "lightning-fcl", "deploy", "executor", *at, "--insecure")
 
     def sends(self, name):
-        """Return whether a SuperNode is sending an answer."""
+        """Return whether a SuperNode is sending an answer, according to its log."""
         log = (self.folder / f"{name}.log").read_text()
         return log.rfind("Sending: ") > log.rfind("Sent successfully")
 
     def hasten(self, beat):
-        """Let Flower look for messages more often than every 3 s, and notice lost nodes after 2 * ``beat`` seconds."""
+        """Make Flower poll for messages more often than every 3 s, and notice lost nodes after 2 * ``beat`` seconds."""
         (self.folder / "haste").mkdir()
         (self.folder / "haste" / "sitecustomize.py").write_text(HASTE.format(beat=beat))
         self.environment["PYTHONPATH"] = f"{self.folder / 'haste'}:{self.environment['PYTHONPATH']}"

@@ -1,4 +1,4 @@
-"""Parts of recipes, and a recipe with replay and distillation. They override the base recipe in `conftest`."""
+"""Parts of recipes, and a recipe with replay and distillation. Tests merge them into the recipe in `conftest`."""
 
 
 def strategy(**arguments):

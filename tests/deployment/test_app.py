@@ -75,7 +75,7 @@ def test_build_node_recipe_equals_parsed_recipe(rehearsal):
 
 
 def test_client_plan_from_outline_equals_simulation(tmp_path):
-    """The scenarios assign classes or domains to rounds. Their data files do not contain rounds."""
+    """The scenarios assign classes or domains to rounds. The data files of the clients do not contain the rounds."""
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(240, 3)).astype(np.float32), np.array(["b", "a", "d", "c"])[np.arange(240) % 4]
     group = np.array(["north", "south", "east"])[np.arange(240) % 3]
@@ -153,7 +153,7 @@ def test_client_plan_wrong_number_of_rounds_raises():
 
 
 def test_deploy_page_commands_are_tested():
-    """Each program of the page is started by a test, with each of its options."""
+    """A test starts each program that the page names, with each option that the page uses."""
     blocks = "\n".join(re.findall(r"```bash\n(.*?)```", PAGE.read_text(), re.DOTALL))
     tested = "".join(path.read_text() for path in Path(__file__).parent.glob("*.py"))
     for line in filter(None, blocks.splitlines()):

@@ -52,7 +52,7 @@ print("loaded", sorted({name.partition(".")[0] for name in sys.modules} & (set(O
 @pytest.mark.slow
 @pytest.mark.long
 def test_node_runs_with_client_requirements_only(rehearsal, wire, install, tmp_path):
-    """The uploads of the node are identical to its uploads in an environment with all packages."""
+    """The uploads are identical to the uploads of a node in an environment with all packages."""
     one = rehearsal({"trainer": {"callbacks": [method("FLwF2T", beta=0.3), method("Replay", memory_size=20)]}})
     one.simulate()
     link = wire(one.nodes())

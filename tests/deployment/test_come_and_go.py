@@ -35,7 +35,7 @@ class Clock:
 
 
 class Air:
-    """A link to nodes. A node is a function of a message and the time. It returns None if it does not answer yet."""
+    """A link to nodes. A node is a function of a message and the time. It returns an answer, or None for no answer yet."""
 
     def __init__(self, clock):
         self.clock, self.numbers, self.there, self.sent, self.log = clock, count(), {}, {}, []
@@ -85,7 +85,7 @@ def silent(parcel, now):
 
 
 def stalling(name):
-    """Return a node of a client that answers `hello` messages but no others."""
+    """Return a node of a client that answers only `hello` messages."""
     return lambda parcel, now: client(name)(parcel, now) if parcel.header["kind"] == "hello" else None
 
 
@@ -115,9 +115,9 @@ def members(air):
 
 @pytest.fixture
 def gather(air, members):
-    """Return a function that collects answers for 20 s. If too few clients answer, it waits up to 100 s more.
+    """Return a function that waits up to 20 s for answers of clients, and up to 100 s more if too few clients answer.
 
-    Its attribute `taken` lists the clients of the answers.
+    The attribute `taken` of the function lists the client of each answer.
     """
 
     def run(wanted, needed, counts=lambda answer: True):
@@ -394,7 +394,7 @@ def test_round_without_valid_answers_asks_again_until_timeout(air, gather):
 
 
 def test_answer_of_disconnected_node_is_not_awaited(air, gather):
-    """The client gets the message again on its new node."""
+    """The client gets the message again when it connects with a new node."""
     air.there = {7: stalling("a"), 8: client("b")}
     # Flower does not report that the node is gone.
     air.answers_of_the_gone = None

@@ -13,7 +13,7 @@ from lightning_fcl.deployment.messages import GridLink, Parcel, to_record, unpac
 
 
 class Grid:
-    """A replacement of Flower's grid. A given function answers each message."""
+    """A replacement for Flower's grid. The function `answers` returns the answer to each message."""
 
     def __init__(self, answers):
         self.sent, self.answers = {}, answers

@@ -27,20 +27,20 @@ def started(connect):
 
 @pytest.fixture
 def connected(started):
-    """Return a SuperLink with its SuperNodes. All tests of this file share them."""
+    """Delete the results of earlier runs. Return the recipe, its simulation, and a SuperLink that all tests share."""
     one, _, _ = started
     one.anew()
     return started
 
 
 def kept_by(one, client):
-    """Return the client state that a node has stored."""
+    """Return the client state that the node of a client has stored."""
     return ClientStore("disk", one.memory(client) / "now")[client]
 
 
 @pytest.fixture
 def moments(capsys):
-    """Return a random generator. Its seed is printed. Set `LIGHTNING_FCL_SEED` to repeat a test with this seed."""
+    """Return a random generator, and print its seed. Set `LIGHTNING_FCL_SEED` to repeat a test with this seed."""
     seed = int(os.environ.get("LIGHTNING_FCL_SEED") or random.SystemRandom().randrange(10**6))
     with capsys.disabled():
         print(f"\nLIGHTNING_FCL_SEED={seed}")
@@ -57,9 +57,9 @@ def test_killed_and_restarted_processes_equal_simulation(connected, moments):
         at.supernode(client, one.config(client))
 
     def rest(client):
-        """Stop a client's executor while the executor sends nothing.
+        """Stop the executor of a client at a time when its SuperNode sends no answer.
 
-        Otherwise, a SuperNode with a part of an answer waits forever.
+        Otherwise, the SuperNode has only a part of an answer and waits forever.
         """
         at.signal(f"{client}-stays", signal.SIGSTOP)
         time.sleep(1)

@@ -40,7 +40,7 @@ def honest(prepared, wire):
 
 
 def lying(wire, lies):
-    """Return a link on which client 1 sends invalid answers to each download.
+    """Return a class of link on which client 1 sends invalid answers to each download.
 
     ``lies`` is a function of the honest answer, of earlier honest answers, and of the download.
     """
@@ -212,7 +212,7 @@ def mutated(rng, message, others):
 
 @pytest.mark.slow
 def test_random_invalid_messages_change_nothing(prepared, honest, wire, same, caplog):
-    """The server's decoder rejects each message, except messages that an honest client could send."""
+    """The server rejects each changed message, unless an honest client could send the message."""
     seed = random.SystemRandom().randrange(10**6)
     print(f"seed {seed}")
     rng, may, sent = random.Random(seed), [], []

@@ -16,7 +16,7 @@ NAMES = {"0": "plant-a", "1": "plant-b", "2": "plant-c"}
 
 @pytest.fixture
 def linked(rehearsal, machines):
-    """Return a recipe of one round and a SuperLink. The recipe does not contain the client names of the SuperNodes."""
+    """Return a recipe of one round, and a SuperLink whose SuperNodes use client names that the recipe does not have."""
     one, at = rehearsal({"trainer": {"max_epochs": 1}}), machines()
     one.simulate()
     at.link()

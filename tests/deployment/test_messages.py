@@ -12,7 +12,7 @@ KINDS = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, 
 
 @pytest.mark.parametrize("dtype", KINDS)
 def test_unpack_returns_sent_parcel(dtype):
-    """The arrays are encoded and decoded by Flower. One array is empty."""
+    """Flower encodes and decodes the arrays. One of the arrays is empty."""
     state = {
         "w": torch.randn(7, 5).mul(3).to(dtype),
         "one": torch.ones((), dtype=dtype),

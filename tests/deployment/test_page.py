@@ -20,7 +20,7 @@ PAGE = Path(lightning_fcl.__file__).parents[1] / "docs" / "deploy.md"
 
 
 class Page:
-    """The code blocks of docs/deploy.md. The test replaces the folder and the ports of the page by its own."""
+    """The code blocks of docs/deploy.md. The folder and the ports of the test replace those of the page."""
 
     def __init__(self, folder, ports):
         text = PAGE.read_text().replace("/data", str(folder))

@@ -28,9 +28,9 @@ def test_app_in_flower_simulation_equals_simulation(rehearsal, machines):
 
 
 def made(folder, program, node="0"):
-    """Run the commands of the page for making certificates or keys, which start with a given program.
+    """Make certificates or keys in a folder, and return the folder.
 
-    Return the folder.
+    The commands are all lines of the page that start with ``program``.
     """
     folder.mkdir(exist_ok=True)
     for line in re.findall(rf"^{program} .*$", PAGE.read_text(), re.MULTILINE):

@@ -46,7 +46,7 @@ def test_server_and_nodes_killed_in_round_resume_identically(answered, rehearsal
 
 @pytest.mark.seconds
 def test_key_keeps_its_client_after_server_restart(rehearsal, wire, caplog):
-    """With registered keys, a node with another key cannot claim the client either."""
+    """A node with another key cannot claim the client of a key. Here, the restarted server requires registered keys."""
     one = rehearsal()
     one.simulate()
 
@@ -165,7 +165,7 @@ def mean(rows, server):
 def test_invalid_aggregate_does_not_overwrite_last_good_checkpoint(
     divisor, message, rehearsal, wire, same, tmp_path, monkeypatch
 ):
-    """With a corrected reduction, the run resumes from this checkpoint."""
+    """The run can resume from the last good checkpoint after the reduction is corrected."""
     (tmp_path / "bursts.py").write_text(BURSTS)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "bursts", raising=False)
@@ -205,7 +205,7 @@ RARE = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args"
 
 
 def lost_in(wire, number):
-    """Return a link class with a simulated crash: the server crashes when it sends the messages of a round."""
+    """Return a class of link with which the server crashes when it sends the messages of round ``number``."""
 
     class Lost(wire):
         def send(self, parcels, seconds):

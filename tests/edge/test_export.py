@@ -43,7 +43,7 @@ def model(images):
 def files(model, images, tmp_path_factory):
     """Export the int8 backbone and the whole classifier.
 
-    For each, return the path, the measured difference and the module.
+    For each of the two modules, return the path, the measured difference and the module.
     """
     folder = tmp_path_factory.mktemp("onnx")
     parts = {"backbone": model.backbone, "whole": model}
@@ -112,7 +112,7 @@ def test_export_onnx_does_not_change_module(files, model):
 
 
 class Wrong(nn.Module):
-    """Returns different numbers while it is exported."""
+    """A module that adds an error to its output while it is exported."""
 
     def __init__(self, error):
         super().__init__()

@@ -63,9 +63,10 @@ def recipe(tmp_path):
 
 
 def hand_macs(forward):
-    """Return MACs of the forward pass and of the backward pass.
+    """Return the MACs of the forward pass and of the backward pass, given the forward MACs of each layer.
 
-    The gradients of weights and of inputs each take the MACs of the forward pass. The first input has no gradient.
+    The gradients of the weights and of the inputs of a layer each take the forward MACs of the layer.
+    The first layer needs no gradient of its inputs.
     """
     return sum(forward), 2 * sum(forward) - forward[0]
 

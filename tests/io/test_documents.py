@@ -61,7 +61,7 @@ def test_read_yaml_binary_device_or_missing_file_raises(tmp_path):
 
 @dataclass(frozen=True)
 class Toy:
-    """Fields of a document. The caller prepares one of them."""
+    """Fields of a document. The field `thing` is an object that the caller passes to the parser."""
 
     number: int
     word: Literal["a", "b"] = "a"

@@ -17,7 +17,7 @@ DIGEST = hashlib.sha256(CONTENT).hexdigest()
 
 
 class Host:
-    """A server of one file, with a fault for each of the first requests."""
+    """A web server of one file. Each of the first requests gets one of the given faults."""
 
     def __init__(self, *faults):
         self.faults, self.asked, host = list(faults), [], self

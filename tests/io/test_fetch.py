@@ -26,7 +26,7 @@ def source(archive: str, **changes) -> Source:
 @pytest.mark.parametrize("kind", ["", "md5:"])
 @pytest.mark.parametrize("archive", ARCHIVES)
 def test_source_download_archive_once_and_unpacks(tmp_path, serve, archive, kind):
-    """The original folder is downloaded although an npz file exists."""
+    """An existing npz file of the dataset does not prevent the download of the original folder."""
     served, _, asked = serve(source(archive, digest=kind), archive, FILES | {"README": b""})
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "x.npz").touch()

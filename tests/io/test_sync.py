@@ -11,7 +11,7 @@ from lightning_fcl.io.atomic import append, sync_files, write_atomic
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Record the calls that matter after a power failure: kind, path and file size at the time of the call."""
+    """Record the calls that protect files from a power failure: kind, path, and file size at the time of the call."""
     found, fsync, replace = [], os.fsync, os.replace
 
     def path_of(descriptor):

@@ -1,4 +1,4 @@
-"""The generated blocks of the recipes' pages."""
+"""Tests of the generated blocks in the pages of recipes."""
 
 import re
 

@@ -68,9 +68,9 @@ class Ended:
     early: bool
 
     def wrong(self, what: str, codes: set[int]) -> Outcome | None:
-        """Return the outcome if the process has a fault or its exit code is not in ``codes``, otherwise None.
+        """Return the outcome if the process failed or its exit code is not in ``codes``, otherwise None.
 
-        The faults are hanging, a raw traceback, and orphans.
+        A process failed if it hung, printed a raw traceback, or left orphans.
         """
         raw = "Traceback (most recent call last)" in self.said or "Exception ignored" in self.said
         for kind, is_so in (
@@ -126,7 +126,7 @@ class Command:
                 self.said += piece
 
     def end(self, after: float | None = None, number: int = signal.SIGKILL) -> Ended:
-        """Wait for the end of the process. Send it a signal after ``after`` seconds, if given."""
+        """Wait for the end of the process. If ``after`` is given, send a signal to the process after ``after`` seconds."""
         early = False
         if after is not None:
             try:
@@ -246,7 +246,7 @@ class Campaign:
 
 
 def small_recipe(folder: Path) -> list[str]:
-    """Return the recipe files of a quickstart that takes a few seconds."""
+    """Return the files of a quickstart recipe that trains in a few seconds."""
     content = {
         "trainer": {"max_epochs": 4, "enable_progress_bar": False, "strategy": {"init_args": {"local_epochs": 1}}},
         "data": {
@@ -261,7 +261,10 @@ def small_recipe(folder: Path) -> list[str]:
 
 
 def comes_to(folder: Path) -> dict[str, object]:
-    """Return the results in the output folder of a command: the numbers of each run and the names of other files."""
+    """Return the comparable content of the results in the output folder of a command, by file.
+
+    Run times are removed. For pages and figures, the content is whether the file is not empty.
+    """
     out = folder / "out"
     found: dict[str, object] = {}
     for path in sorted(out.rglob("*")):

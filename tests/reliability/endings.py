@@ -26,7 +26,7 @@ class Work:
     Args:
         name: Name of the command in reports.
         words: Arguments of the command, without ``--out``.
-        fit: Whether the second start passes the newest checkpoint. Other commands find it in their folder.
+        fit: Whether the second start passes ``--ckpt_path``. Other commands find the newest checkpoint in their folder.
     """
 
     name: str

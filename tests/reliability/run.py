@@ -53,11 +53,11 @@ CASES: dict[str, tuple[Callable[[Campaign, random.Random, Path], Outcome], int, 
     ),
     "recipes": (recipes.mutated_recipe, 500, "One to three places of a recipe are changed (hypothesis)."),
 }
-"""For each name of a case: the function, the default number of cases, and a description."""
+"""The function, the default number of cases, and a description, by the name of the case."""
 
 
 def report(seed: int, outcomes: dict[str, list[Outcome]], page: Path | None) -> str:
-    """Return the results as a Markdown page. Rows of cases that were not run come from the JSON file of the page."""
+    """Return a Markdown page of the outcomes. Rows of cases that were not run come from the JSON file of the page."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout
     rows = json.loads(page.with_suffix(".json").read_text()) if page and page.with_suffix(".json").exists() else {}
     for name, of in outcomes.items():

@@ -30,7 +30,7 @@ os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 
 
 def pytest_collection_modifyitems(items):
-    """Mark all tests of this folder, and skip them if a package is missing."""
+    """Mark all tests of this folder as `third_party`, and skip these tests if a package is missing."""
     for item in items:
         if "third_party" in item.path.parent.parts:
             item.add_marker(pytest.mark.third_party)
@@ -63,7 +63,7 @@ def plain(module, data):
 
 
 def by_hand(module, clients, rounds):
-    """Return the state after some rounds of FedAvg.
+    """Return the state of a module after some rounds of hand-written FedAvg.
 
     ``clients`` has the number of samples and the loader or data module of each client.
     """

@@ -104,7 +104,7 @@ def hugging_face() -> Library:
         return datasets.Dataset.from_dict({"words": words, "label": [i % 3 for i in range(10)]}).with_transform(pad)
 
     class MeanOfWords(nn.Module):
-        """Averages over the padding too, so a different padding length changes the loss."""
+        """A network that averages over words and padding. A different length of the padding changes the loss."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -190,14 +190,14 @@ def torch_geometric() -> Library:
 
 
 def torch_geometric_data_module() -> Library:
-    """A `LightningDataset` of the library for each client. Its loaders define the batches."""
+    """Return graphs as a `LightningDataset` for each client. The loaders of this data module define the batches."""
     from torch_geometric.data.lightning import LightningDataset
 
     return replace(torch_geometric(), options={}, wrap=lambda data: LightningDataset(data, batch_size=BATCH))
 
 
 class Images(Dataset):
-    """Digits of a client as anomalib items. If ``anomalous``, the second half is anomalous."""
+    """Digits of a client as anomalib items. If ``anomalous`` is true, the second half of the items is anomalous."""
 
     def __init__(self, client: int, anomalous: bool = False) -> None:
         self.images = torch.from_numpy(digits(client)[0])[:, None].repeat(1, 3, 1, 1)

@@ -14,7 +14,7 @@ NAME = "mlp.digits.flwf2t_replay"
 
 @pytest.fixture
 def small_zoo(tmp_path, monkeypatch):
-    """Return a zoo with one network. LIGHTNING_FCL_ZOO is set to its folder, and the cache is empty."""
+    """Return the folder of a zoo with one network. LIGHTNING_FCL_ZOO is set to this folder, and the cache is empty."""
     folder = tmp_path / "zoo"
     copy_to_registry(package_folder() / NAME, folder)
     monkeypatch.setenv("LIGHTNING_FCL_ZOO", str(folder))
@@ -24,7 +24,7 @@ def small_zoo(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="session")
 def fit_small(without_pages):
-    """Return a function that fits recipes of the package with changes, and returns the folder of the run."""
+    """Return a function that fits a recipe, merged from package recipes and changes, and returns the run folder."""
 
     def fit(folder, *changes, recipes=("quickstart.yaml",), words=()):
         folder.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ DIGITS = load_digits()
 
 @pytest.fixture
 def digits(tmp_path):
-    """Return a CSV file of 100 digits, one per line."""
+    """Return the path of a CSV file of 100 images of digits. Each line is one image."""
     path = tmp_path / "digits.csv"
     np.savetxt(path, DIGITS.images[:100].reshape(100, -1), delimiter=",")
     return path

@@ -64,7 +64,7 @@ def as_packaged(monkeypatch, tmp_path):
 
 @pytest.fixture
 def published(tmp_path, monkeypatch, as_packaged, fit, small):
-    """Return a function that publishes a network after some rounds, and that also fits its recipe to the end."""
+    """Return a function that publishes a network after some rounds, and also fits the same recipe for all rounds."""
 
     def make(change, rounds, of=4, **recipes):
         monkeypatch.setenv("LIGHTNING_FCL_ZOO", str(tmp_path / "zoo"))
@@ -91,7 +91,7 @@ def same(module, state):
     ("more", "rounds"), [({}, 1), ({}, 2), ({}, 3), ({"strategy": {"init_args": {"server_optimizer": ADAM}}}, 2)]
 )
 def test_continue_without_client_state_is_bitwise_identical(published, more, rounds):
-    """The continuation also restores the state of the server's optimizer."""
+    """A continued training also restores the state of the server's optimizer."""
     _, _, whole = published({"trainer": {**KEEPS_NOTHING["trainer"], **more}}, rounds)
     later = zoo.continue_from("mlp.part")
     assert later.round == rounds and later.trainer.max_epochs == 4
@@ -100,7 +100,7 @@ def test_continue_without_client_state_is_bitwise_identical(published, more, rou
 
 
 def check_going_on(run, whole, rounds):
-    """Check that the continued model is bitwise identical with client states, and different without client states."""
+    """Check that a continued training gives the model ``whole`` with client states, and another model without them."""
     later = zoo.continue_from("mlp.part", clients=next((run / "checkpoints").glob("*.ckpt")))
     assert later.round == rounds
     later.fit()

@@ -26,7 +26,7 @@ print(zoo.load({name!r}).predict([[[8.0] * 8] * 8])[0].label)
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """The part of the hub's protocol to upload files to the repository our/models, and to download them.
+    """A request handler that implements uploads to and downloads from the repository our/models of a hub.
 
     Attributes:
         commits: Files of each commit. The newest commit is last.
@@ -101,7 +101,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def commits(small_zoo):
-    """Return the content of the hub: one commit with a published network."""
+    """Return the content of the fake hub: one commit with the files of a published network."""
     return {COMMIT: {file.name: file.read_bytes() for file in (small_zoo / NAME).iterdir()}}
 
 

@@ -29,7 +29,7 @@ def all_below(folder):
 
 @pytest.fixture
 def registry(small_zoo, tmp_path):
-    """Write a registry, and return its file. Malicious names lead to the other files that this fixture writes."""
+    """Return the registry file of the small zoo. Write files at paths to which malicious names lead."""
     for place in (tmp_path, small_zoo, small_zoo / NAME, tmp_path / "a"):
         place.mkdir(exist_ok=True)
         for name in ("x", "y", "victim"):

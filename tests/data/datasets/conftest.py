@@ -13,7 +13,7 @@ from lightning_fcl.data.datasets.readers import SOURCES
 
 @pytest.fixture
 def publish(serve, monkeypatch):
-    """Return a function that serves files on this machine as the download of a dataset."""
+    """Return a function that serves a file on this machine. A dataset then downloads this file."""
 
     def start(data_set, name, content):
         monkeypatch.setitem(SOURCES, data_set, serve(SOURCES[data_set], name, content)[0])
@@ -23,7 +23,7 @@ def publish(serve, monkeypatch):
 
 @pytest.fixture
 def real(data_folder):
-    """Return a function that returns the folder of a real dataset, or skips the test if the dataset is missing."""
+    """Return a function that finds the folder of a real dataset. If the dataset is missing, the test is skipped."""
 
     def folder(data_set, wanted=None):
         try:
@@ -119,7 +119,7 @@ SUPERCLASSES = {
 
 
 def cifar_contents() -> dict[str, dict]:
-    """Return two training images and one test image per class in random order, as in the original pickles."""
+    """Return the contents of the original pickles, with two training images and one test image per class."""
     rng = np.random.default_rng(0)
     coarse = {label: number for number, labels in enumerate(SUPERCLASSES.values()) for label in labels}
     contents = {}
@@ -139,7 +139,7 @@ def cifar_contents() -> dict[str, dict]:
 
 @pytest.fixture
 def cifar(monkeypatch):
-    """CIFAR-100 contents, their superclasses, and functions that write the contents in the published formats."""
+    """Small contents of CIFAR-100, the superclasses, and functions that write contents in the published format."""
 
     def files(contents) -> dict[str, bytes]:
         pickles = {name: b"\x80\x02" + python2(content) + b"." for name, content in contents.items()}

@@ -23,7 +23,7 @@ def png(seed: int, side: int = 128, mode: str = "RGB") -> bytes:
 
 
 def files(side: int = 128) -> dict[str, bytes]:
-    """Return the frames, ordered by session, object and number."""
+    """Return the PNG files of the frames by path, ordered by session, object and frame number."""
     names = [
         f"s{session}/o{thing}/C_{session:02d}_{thing:02d}_{frame:03d}.png"
         for session in SESSIONS

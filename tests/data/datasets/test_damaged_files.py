@@ -44,9 +44,9 @@ LAYOUTS = {
 
 @pytest.fixture(params=LAYOUTS)
 def layout(request, tmp_path, cifar, put):
-    """Return the content of a file and a function.
+    """Return the content of a dataset file, and a function that tests a changed content.
 
-    The function writes changed bytes, and returns the loaded data or the error message.
+    That function writes the changed content to the file, and returns the loaded data or the error message.
     """
     data_set, name, content = LAYOUTS[request.param]
     if data_set == "cifar100":
@@ -120,7 +120,7 @@ def test_readers_missing_or_unreadable_file_raises_with_path(tmp_path, suffix, r
 
 
 def member(header, claimed=None, zeros=0):
-    """Return an npz file with an array header and zeros. The zip directory states a given size."""
+    """Return an npz file with an array header and zeros. `claimed` is the size that the zip directory states."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
         with archive.open("x.npy", "w", force_zip64=True) as file:

@@ -29,7 +29,7 @@ def photograph(seed: int) -> bytes:
 
 
 def files() -> dict[str, bytes]:
-    """Return the images by their paths in the original folder. The people are in alphabetical order."""
+    """Return JPEG files by their paths in the original folder. The people are in alphabetical order."""
     names = [f"{name}/{name}_{n:04d}.jpg" for name in sorted(PEOPLE) for n in range(1, PEOPLE[name] + 1)]
     return {name: photograph(seed) for seed, name in enumerate(names)}
 

@@ -47,7 +47,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def pixels(names, size=32):
-    """Return images of `IMAGES`, resized with Pillow."""
+    """Return the images of `IMAGES` with these names, resized with Pillow, with channels first."""
     resized = (
         Image.open(io.BytesIO(IMAGES[name])).convert("RGB").resize((size, size), Image.Resampling.BICUBIC)
         for name in names
@@ -71,7 +71,7 @@ def test_load_miniimagenet_lists_and_images_are_read(tmp_path, place, put):
 
 
 def as_new_lists(put, root):
-    """Write the new lists, with the first image of each class as test image, and return the expected rows."""
+    """Write `new_train.csv`, and `new_val.csv` with the first image of each class. Return the rows of both lists."""
     parts = {"new_train.csv": [r for n, r in enumerate(ROWS) if n % 3], "new_val.csv": ROWS[::3]}
     lists = {
         name: ("filename,label\n" + "".join(f"{image},{wnid}\n" for image, wnid in rows)).encode()

@@ -52,7 +52,7 @@ def put_stream(root, subject=2, **changes):
 
 
 def at_32(wrist):
-    """Return the wrist signals at 32 Hz, computed sample by sample."""
+    """Return acceleration, pulse, EDA and temperature of the wrist at 32 Hz, computed sample by sample."""
     rows = []
     for i in range(len(wrist["ACC"])):
         pulse = (wrist["BVP"][2 * i, 0] + wrist["BVP"][2 * i + 1, 0]) / 2

@@ -50,9 +50,9 @@ def test_blurry_disjoint_classes_occur_in_one_experience(seed):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_blurry_ratio_moves_share_of_samples(seed):
-    """A fifth of the samples gets a random experience.
+    """With `blurry_ratio=0.2`, a fifth of the samples is assigned to random experiences.
 
-    On average, a quarter of this fifth gets its old experience again. So 15 % of all samples move.
+    With four experiences, a quarter of these samples stays in the same experience. So 15 % of all samples move.
     """
     plan = Blurry(4, disjoint_ratio=0, blurry_ratio=0.2).plan(POOL, seed)
     own = [max(sum(Y[rows] == label) for rows in joint(plan)) for label in range(10)]

@@ -28,7 +28,7 @@ def draw(**kwargs):
 
 
 def rows(plan):
-    """Return the samples of each task for each client. Later rounds of a task are skipped."""
+    """Return the samples of each client in the first round of each task."""
     step = plan.num_rounds // len(plan.tasks[plan.clients[0]])
     return {client: [current[client] for current in plan.train[::step]] for client in plan.clients}
 

@@ -31,7 +31,7 @@ def rng(seed=0):
 
 
 def counts(y, indices):
-    """Return the number of samples of each class among ``indices``."""
+    """Return the number of samples among ``indices`` for each class."""
     return {int(c): int(n) for c, n in zip(*np.unique(y[indices], return_counts=True), strict=True)}
 
 
@@ -312,7 +312,7 @@ PEOPLE = rng(3).permutation(np.repeat(np.arange(16), [40] * 10 + [35] * 2 + [34]
 
 
 def held(plan, session, rounds=20):
-    """Return the training samples of each node in a session, which are the same in each of its rounds."""
+    """Return the training samples of each node in a session. Check that all its rounds have these samples."""
     for current in plan.train[session * rounds : (session + 1) * rounds]:
         assert {node: part.tolist() for node, part in current.items()} == {
             node: part.tolist() for node, part in plan.train[session * rounds].items()
