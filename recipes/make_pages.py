@@ -111,7 +111,7 @@ class Layout:
         return layout
 
     def places(self, rows: Sequence[str]) -> list[tuple[list[str], dict[str, tuple[str, str]]]]:
-        """Return a pair for each line: the texts of the leading columns, and ``{heading: (row, metric)}`` of the others.
+        """Return for each line the texts of the leading columns, and ``{heading: (row, metric)}`` of all other columns.
 
         Args:
             rows: All rows of the paper.
@@ -168,7 +168,8 @@ def render(text: str, parts: Callable[[str, str], str | None]) -> str:
 
     Args:
         text: The page.
-        parts: Function that takes the name and the subfolder of a block. Returns the new text of the block, or None to keep the block.
+        parts: Function that takes the name and the subfolder of a block. Returns the new text of the block, or None
+            to keep the block.
     """
 
     def anew(match: re.Match[str]) -> str:
@@ -273,7 +274,8 @@ def _wrapped(text: str) -> str:
 def against_figure(table: Table) -> charts.Spec | None:
     """Return a figure of each mean against the paper's value.
 
-    Numbers mark the points with the largest deviations. A list next to the plot contains the rows and metrics of these points.
+    Numbers mark the points with the largest deviations. A list next to the plot contains the rows and metrics of these
+    points.
 
     Returns:
         The figure, or None if no value can be compared.

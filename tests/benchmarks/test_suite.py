@@ -22,7 +22,7 @@ def suite(monkeypatch):
 
 
 def trained(workload, engine, rounds, folder):
-    """Train a workload with an engine. Return the last state of the server, and the measurements that the engine wrote."""
+    """Train a workload with an engine. Return the last state of the server, and the measurements of the engine."""
     from safetensors.torch import load_file
     from suite.marks import Marks
 

@@ -302,7 +302,7 @@ def test_data_show_and_edge_report_compute_no_features(tmp_path, cache, capsys):
 @pytest.mark.slow
 @pytest.mark.long
 def test_recipe_with_backbone_fits_exports_and_clears_features(tmp_path, cache, capsys):
-    """The exported file takes images as input, although training used features."""
+    """The exported file takes images as input, although the training used cached features."""
     main(["fit", write_recipe(tmp_path), "--out", str(tmp_path / "run")])
     (kept,) = cache.iterdir()
     size = 4 * 1797 * 1280 + 32

@@ -53,7 +53,7 @@ def load(path):
 
 
 def over(base, more):
-    """Return `base` with the values of `more`. Dicts are merged, except that a dict with a `class_path` replaces a value."""
+    """Return `base` with the values of `more`. Dicts are merged, but a dict with a `class_path` replaces a value."""
     if isinstance(base, dict) and isinstance(more, dict) and "class_path" not in more:
         return {**base, **{name: over(base.get(name), value) for name, value in more.items()}}
     return more
