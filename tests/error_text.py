@@ -204,7 +204,7 @@ class Analysis:
         return self._is_exception[name]
 
     def annotated(self, annotation: ast.expr | None) -> int:
-        """Return ERROR if an annotation, or a part of a union or container in it, is an exception class, otherwise 0."""
+        """Return ERROR if an annotation, or a part of a union or container, is an exception class, otherwise 0."""
         match annotation:
             case ast.Constant(value=str(text)):
                 return self.annotated(ast.parse(text, mode="eval").body)

@@ -126,7 +126,7 @@ class Command:
                 self.said += piece
 
     def end(self, after: float | None = None, number: int = signal.SIGKILL) -> Ended:
-        """Wait for the end of the process. If ``after`` is given, send the signal ``number`` after ``after`` seconds."""
+        """Wait for the end of the process. If ``after`` is given, send signal ``number`` after ``after`` seconds."""
         early = False
         if after is not None:
             try:
