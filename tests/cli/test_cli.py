@@ -40,7 +40,7 @@ for words in json.loads(sys.argv[1]):
 
 @pytest.fixture(scope="module")
 def helps():
-    """Return for each command: help text, processor time since the start of the process, and imported large packages."""
+    """Return the help text, the processor time since process start, and the imported large packages by command."""
     every = [["--help"], *([name, "--help"] for name in COMMANDS)]
     words = [sys.executable, "-c", HELPS, json.dumps(every)]
     lines = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
