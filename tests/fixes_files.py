@@ -630,7 +630,7 @@ ROWS |= {
         "Remove `weights_only`",
         argument="weights_only",
     ),
-    "no round": Row(fit_words, {"words": "--trainer.max_epochs 0"}, {"words": "--trainer.max_epochs 1"}, "Increase it"),
+    "no round": Row(fit_words, {"words": "--trainer.max_epochs 0"}, {"words": "--trainer.max_epochs 1"}, "Increase this limit"),
     "no recipe": Row(
         lambda lab, files: load_recipe(Recipe(files)),
         {"files": ()},
@@ -1379,7 +1379,7 @@ ROWS |= {
         MissingFileError,
     ),
     "model without weights in the package, from a URL": Row(
-        packaged, {}, {"setting": "url"}, "or to a URL that serves it", MissingFileError
+        packaged, {}, {"setting": "url"}, "or to a URL that serves this folder", MissingFileError
     ),
     "folder of another name": Row(moved_entry, {}, move_back, f"Rename the folder to {NAME}, also in registry.txt."),
     "unknown model": Row(
