@@ -630,7 +630,9 @@ ROWS |= {
         "Remove `weights_only`",
         argument="weights_only",
     ),
-    "no round": Row(fit_words, {"words": "--trainer.max_epochs 0"}, {"words": "--trainer.max_epochs 1"}, "Increase this limit"),
+    "no round": Row(
+        fit_words, {"words": "--trainer.max_epochs 0"}, {"words": "--trainer.max_epochs 1"}, "Increase this limit"
+    ),
     "no recipe": Row(
         lambda lab, files: load_recipe(Recipe(files)),
         {"files": ()},
