@@ -29,10 +29,10 @@ def export_onnx(module: nn.Module, example: Tensor, path: str | Path, tolerance:
     `EchoStateNetwork` become a Scan node.
 
     Args:
-        module: A module that maps one tensor to one tensor. It is exported in evaluation mode, and is not changed.
+        module: A module that maps one tensor to one tensor. The module is exported in evaluation mode, and not changed.
         example: A batch of inputs, shape (batch, ...). Outputs are compared on this batch, and on a batch with one
             input more.
-        path: The file. It is created, or replaced, only after the comparison has succeeded.
+        path: The file. The file is created, or replaced, only after the comparison has succeeded.
         tolerance: The largest allowed absolute difference from PyTorch's outputs.
 
     Returns:
@@ -85,10 +85,10 @@ def export_int8_onnx(
     a tolerance, use `quantize_backbone` and `export_onnx`, which support chains of convolutions.
 
     Args:
-        module: A classifier. It is exported in evaluation mode, and is not changed.
+        module: A classifier. The classifier is exported in evaluation mode, and is not changed.
         calibration: About 100 inputs that the module was trained on.
         example: Inputs on which the predicted classes are compared, shape (batch, ...).
-        path: The file. It is created, or replaced, only after the comparison has succeeded.
+        path: The file. The file is created, or replaced, only after the comparison has succeeded.
         agreement: The smallest allowed share of predictions that equal PyTorch's predictions.
 
     Returns:
@@ -239,7 +239,11 @@ def _keep_if_equal(
     run: Callable[[Path, Tensor], Tensor],
     tolerance: float,
 ) -> float:
-    """Write the file if its outputs equal the module's within a tolerance. Return the largest difference."""
+    """Write the file if its outputs equal the module's outputs within a tolerance. Return the largest difference.
+
+    Raises:
+        InvalidValueError: If a difference is above the tolerance.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(path) as partial:
         partial.write_bytes(content)

@@ -2,8 +2,8 @@
 
 M_T is the trained part of a module on a device, and M_F is the frozen part (Kröger et al. 2025, "On-Device Federated
 Continual Learning on RISC-V-based Ultra-Low-Power SoC for Intelligent Nano-Drone Swarms"). A parameter is trained if it
-requires a gradient, and its reduction does not make it constant or only downloaded. M_T of a reservoir is its readout.
-M_F computes in int8, with 1 byte per weight and activation. Its biases and scales are fp32. M_T, and each layer after
+requires a gradient, and its reduction does not make it constant or only downloaded. M_T of a reservoir is the readout.
+M_F computes in int8, with 1 byte per weight and activation. Biases and scales of M_F are fp32. M_T, and each layer after
 M_T, compute in fp32, with 4 bytes per number.
 
 A batch normalization after a convolution or linear layer counts as folded into this layer if both are frozen or both
@@ -94,7 +94,7 @@ class Footprint:
         return sum(entry.num_elements for entry in self.entries if entry.is_trained == trained)
 
     def nbytes(self, trained: bool) -> int:
-        """Return the bytes of M_T, or of M_F, on the device."""
+        """Return the bytes of M_T on the device (``trained=True``), or of M_F (``trained=False``)."""
         return sum(entry.nbytes for entry in self.entries if entry.is_trained == trained)
 
     @property
@@ -109,7 +109,7 @@ def measure_footprint(module: nn.Module, input_shape: Sequence[int], rules: Redu
     Args:
         module: The module. A reservoir task is measured by its reservoir and its readout.
         input_shape: Shape of a sample, without the batch dimension.
-        rules: Reductions by pattern, as in `FederatedStrategy`. They override the reductions of the module.
+        rules: Reductions by pattern, as in `FederatedStrategy`, which override the reductions of the module.
 
     Raises:
         ValueError: If the module does not accept samples of this shape.

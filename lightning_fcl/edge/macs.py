@@ -17,12 +17,12 @@ from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 
 @dataclass(frozen=True)
 class Layer:
-    """Size of a layer that processes one sample.
+    """A layer of a module, and the sizes of its tensors for one sample.
 
     Args:
         name: Name of the layer.
-        is_trained: Whether the layer belongs to M_T, or comes after a layer of M_T. It then computes in fp32, otherwise
-            in int8.
+        is_trained: Whether the layer belongs to the trained part M_T, or comes after a layer of M_T. If True, the layer
+            computes in fp32, otherwise in int8.
         inputs: Number of elements of the layer's input.
         outputs: Number of elements of the layer's output.
         weights: Bytes of the layer's weights in the forward pass.
@@ -67,9 +67,9 @@ class LayerRecorder:
 
     - ``layers``: The layers in the order of the forward pass.
     - ``folded``: The convolution or linear layer before each batch normalization, by name.
-    - ``in_place``: Layers without a kernel whose input and output have equal sizes, such as elementwise layers.
+    - ``in_place``: Layers without ``kernel_size`` whose input and output have equal sizes, such as elementwise layers.
     - ``uncounted``: The layers with weights whose MACs are not known.
-    - ``frozen`` and ``learnt``: The MACs of the forward pass of M_F and of M_T.
+    - ``frozen`` and ``learnt``: The MACs of the forward pass of the frozen part M_F and of the trained part M_T.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -85,7 +85,7 @@ class LayerRecorder:
         self._makers: list[tuple[Tensor, str, nn.Module]] = []
 
     def run(self, sample: Tensor) -> int:
-        """Run the forward and the backward pass. Return the MACs of the backward pass."""
+        """Run the forward pass, and the backward pass if an output requires a gradient. Return the latter's MACs."""
         leaves = {name: part for name, part in self.module.named_modules() if not list(part.children())}
         handles = []
         for name, leaf in leaves.items():
@@ -140,7 +140,7 @@ class LayerRecorder:
 
 @contextmanager
 def only_trained(module: nn.Module, trained: set[str]) -> Iterator[None]:
-    """Temporarily let only M_T require gradients, in evaluation mode. Afterwards the module's state is restored."""
+    """Temporarily let only the parameters in ``trained`` require gradients, in evaluation mode."""
     flags = [(parameter, parameter.requires_grad, parameter.grad) for parameter in module.parameters()]
     modes = [(part, part.training) for part in module.modules()]
     try:

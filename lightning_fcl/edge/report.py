@@ -1,8 +1,8 @@
 """Estimate of the resources that a microcontroller needs to train a module in a federation, without training.
 
 The modules `footprint` and `macs` define the counted quantities and their units. The file profiles.yaml contains the
-measurements on devices, and the assumptions for estimates of other models. M_F is computed again for each sample
-and epoch. The estimate excludes the computation and memory of callbacks, such as a teacher's forward pass or a replay
+measurements on devices, and the assumptions for estimates of other models. The frozen part M_F is computed again for
+each sample and epoch. The estimate excludes the computation and memory of callbacks, such as a teacher's forward pass or a replay
 buffer. It also excludes the memory of the data, of inputs that skip connections store, and of the program itself.
 """
 
@@ -277,7 +277,7 @@ def device_speeds(
 
 
 def report_text(report: Mapping[str, Any]) -> str:
-    """Return the Markdown text of a report that has the key ``recipes``. Its tables are readable on a terminal."""
+    """Return the Markdown text of a report that has the key ``recipes``. The tables are readable on a terminal."""
     jinja2 = require_package("jinja2", "writes device reports")
     template = jinja2.Template(read_text(Path(__file__).with_name("report.md")))
     text: str = template.render(report, table=markdown_table, seconds=_seconds)

@@ -19,7 +19,7 @@ State = dict[str, Tensor]
 
 
 class Accumulator(Protocol):
-    """Aggregates the uploads of one round for all entries that have the same reduction, a few clients at a time.
+    """An object that aggregates the uploads of a round for all entries with equal reductions, a few clients at a time.
 
     The result must not depend on the order in which the uploads arrive. Sums of
     `lightning_fcl.federation.exact_sum.ExactSums` have this property.
@@ -44,7 +44,7 @@ class AddsClientGroups(Protocol):
     """An `Accumulator` that accepts the weighted sums of vectorized clients in place of their uploads."""
 
     def update_group(self, values: Mapping[str, Tensor], sums: GroupSums, weights: Sequence[float]) -> None:
-        """Add uploads, shape (clients, ...). ``sums`` contains the weighted sums of some of the entries."""
+        """Add uploads, shape (clients, ...). For each entry in ``sums``, add this weighted sum in place of the uploads."""
 
 
 @runtime_checkable
@@ -64,10 +64,10 @@ class Syncable(Protocol):
 
 
 class GatheringAccumulator:
-    """An `Accumulator` that keeps all uploads of a round, for a rule that needs all of them together.
+    """An `Accumulator` that keeps all uploads of a round, for a rule that needs all uploads at the same time.
 
     Args:
-        aggregate_fn: Function that returns the new values. Its arguments are the uploads of each entry as a list, in
+        aggregate_fn: Function that returns the new values. The arguments are the uploads of each entry as a list, in
             the order of the clients, and the server's values.
         copy_fn: Function that makes the copy of each upload that is kept. Default: `torch.clone`.
     """
@@ -91,7 +91,7 @@ class GatheringAccumulator:
             self._rows.setdefault(name, []).extend(rows)
 
     def reorder(self, order: Sequence[int]) -> None:
-        """Reorder the uploads of each entry. ``order`` contains their current positions, in the new order."""
+        """Reorder the uploads of each entry. ``order`` contains the uploads' current positions, in the new order."""
         self._rows = {name: [rows[place] for place in order] for name, rows in self._rows.items()}
 
     def compute(self, server: Mapping[str, Tensor]) -> State:

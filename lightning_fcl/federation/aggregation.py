@@ -51,7 +51,7 @@ client trained, including replay samples. ``"uniform"``: 1. A dict contains a nu
 
 
 def state_tensors(module: nn.Module) -> State:
-    """Return the live tensors of a module's state by name. Tied weights appear once, under their first name.
+    """Return a module's state tensors by name, without copies. Tied weights appear once, under their first name.
 
     Raises:
         InvalidValueError: If the state contains extra state or a value that is not a tensor.
@@ -73,7 +73,7 @@ def state_tensors(module: nn.Module) -> State:
 
 
 def load_state_tensors(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Write a state into a module in place. An entry with a new shape replaces the data of its tensor."""
+    """Write a state into a module. Tensors with a new shape, and tensors that share memory (`expand`), get new data."""
     for name, tensor in state_tensors(module).items():
         # `expand` makes several elements share one memory location, so that the tensor cannot be written in place.
         shared = 0 in tensor.stride()
@@ -148,7 +148,7 @@ def get_reduction(name: str, reduction: str | Reduction) -> Reduction:
 
 
 def assign_reductions(state: Mapping[str, Tensor], *rules: ReductionRules) -> dict[str, Reduction]:
-    """Return the reduction of each entry: the reduction of the last rule that matches its name, or ``mean``.
+    """Return the reduction of each entry: from the last rule that matches the entry's name, or ``mean``.
 
     Raises:
         InvalidValueError: If a pattern matches no entry, or a reduction is unknown.
@@ -184,7 +184,7 @@ def get_reductions(module: nn.Module, rules: ReductionRules | None = None) -> di
 def frozen_parameters(module: nn.Module, reductions: Mapping[str, Reduction]) -> list[str]:
     """Return the names of the frozen parameters that clients download, start from and upload.
 
-    A client uploads such a parameter only if training has changed it.
+    A client uploads a frozen parameter only if training has changed the parameter.
     """
     # The state of a module can omit some parameters.
     frozen = [name for name, p in module.named_parameters() if not p.requires_grad and name in reductions]
@@ -253,7 +253,7 @@ class UpdateSums:
         self._weights = [weight for weights in ranks.all_gather_object(self._weights) for weight in weights]
 
     def compute(self, server: Mapping[str, Tensor], clients: Sequence[str], round_idx: int) -> Sums:
-        """Return the sums. They are zero if there were no uploads."""
+        """Return the sums of a round. Without uploads, sums are zero (with a mask: ``values`` is empty)."""
         denominators = {name: math.fsum(self._weights) if name in self._weighted else 1.0 for name in self.names}
         if self._encoded is not None:
             values = self._encoded.compute(server) if self._weights else {}
@@ -290,7 +290,7 @@ def _wide(value: Tensor) -> torch.dtype:
 
 
 class Aggregator:
-    """Aggregates the uploads of one round. Each entry is combined by its reduction.
+    """The aggregator of one round's uploads. Each entry is combined by the reduction of the entry.
 
     The result does not depend on the order of the uploads. An accumulator that keeps all uploads sorts them by client
     index. The other built-in accumulators compute exact sums. Entries with equal reductions share an accumulator.
@@ -388,7 +388,7 @@ class Aggregator:
         self.num_uploads = len(self._numbers)
 
     def compute(self, server: Mapping[str, Tensor]) -> State:
-        """Return the new server state: the old state, updated by the aggregated uploads.
+        """Return the old server state, updated by the aggregated uploads. Entries in ``sums`` keep the old value.
 
         Raises:
             InvalidValueError: If an entry that was finite becomes non-finite.

@@ -65,7 +65,7 @@ class Speed:
         return self.latency + download_seconds + samples * (self.seconds_per_sample or 0.0) + upload_seconds
 
     def scale(self, compute: float, link: float) -> Speed:
-        """Return the speed with multiplied training and transfer times. The latency stays the same.
+        """Return a copy with multiplied training and transfer times. The latency stays the same.
 
         Args:
             compute: Factor of the training time.
@@ -110,7 +110,6 @@ class ClientSpeeds:
             file.
 
     Raises:
-        ValueError: If a number is out of range, or a name in ``per_client`` or in the file is not an argument.
         ValueError: If a number is out of range, or a name in ``per_client`` or in the file is not an argument of
             `Speed`.
 
@@ -163,7 +162,7 @@ class ClientSpeeds:
             )
 
     def for_client(self, client: str, seed: int) -> Speed:
-        """Return the speed of a client. It includes the random ``spread``, and not the ``variation`` of a round."""
+        """Return the speed of a client. The random ``spread`` is included. The ``variation`` of a round is not."""
         if client in self._speeds or not self.spread:
             return self._speeds.get(client, self.typical)
         compute, link = (_factor(self.spread, seed, "speed", part, client) for part in ("compute", "link"))
@@ -177,7 +176,7 @@ class ClientSpeeds:
         return whole * _factor(self.variation, seed, "speed", "round", client, round_idx) if self.variation else whole
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return the values, for checkpoints. The explicit values of all clients are included as one hash."""
+        """Return the values that a checkpoint must match to be resumed. The explicit values are included as one hash."""
         digest = (
             hashlib.sha256(json.dumps(self.per_client, sort_keys=True).encode()).hexdigest()[:16]
             if self.per_client
@@ -220,7 +219,7 @@ _AGAIN = "Save the file as CSV, in UTF-8."
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the values of single clients from a file, without checking them."""
+    """Return the explicit values of clients from a file, by client name, without checking the values."""
     if path.suffix != ".csv":
         content = read_yaml(path)
         if not isinstance(content, Mapping):

@@ -35,12 +35,13 @@ PROGRESS = "progress"
 """Section with the rounds in which a client has trained, and with the experience of its latest round."""
 
 WITHIN, SENT, SENDING = "/within", "/sent", "/sending"
-"""Suffixes of section names. These sections contain a method's state within the current experience.
+"""Suffixes of section names. These sections contain a method's state during the current experience.
 
-``WITHIN``: the state with which the client continues in further rounds of the experience. The section without a suffix
-contains the method's result for the experience. ``SENT``: the contribution of the client's accepted
-uploads to the sums of the experience. ``SENDING``: this contribution including the latest upload. ``SENDING`` replaces
-``SENT`` if the server accepted the latest upload.
+Section ``NAME/within`` exists if section ``NAME`` contains the method's result for the experience. ``NAME/within`` then
+contains the state before the result was computed, from which the client continues in further rounds of the experience.
+
+``SENT``: the contribution of the client's accepted uploads to the sums of the experience. ``SENDING``: this
+contribution including the latest upload. ``SENDING`` replaces ``SENT`` if the server accepted the latest upload.
 """
 
 RESULT = "result."
@@ -53,7 +54,7 @@ _MARK = "|uint8"
 
 @dataclass(frozen=True)
 class PixelEncoding:
-    """Converts normalized images to their uint8 pixels and back to identical numbers.
+    """A conversion of normalized images to uint8 pixels and back to identical numbers.
 
     Pixels need a quarter of the memory of single-precision numbers. Tensors of a different shape or dtype are stored
     unchanged. Images are also stored unchanged if the conversion back would not return identical numbers.
@@ -91,14 +92,14 @@ class PixelEncoding:
 
 
 class ClientStore:
-    """Stores every client's state between rounds, in memory or in one safetensors file per client.
+    """A store of every client's state between rounds, in memory or in one safetensors file per client.
 
     Each file is written atomically and has a checksum. A file whose checksum does not match its content is rejected.
     Tensors of a subclass of `torch.Tensor` are stored as plain tensors, without their attributes.
 
     Args:
-        kind: ``"memory"`` or ``"disk"``.
-        folder: Folder of the files for ``"disk"``. The files of a round survive a power failure after `sync` or
+        kind: ``"memory"``, or ``"disk"`` for files.
+        folder: Folder of the files. The files of a round survive a power failure after `sync` or
             `commit_round`. Default: a temporary folder, which is deleted at the end and is never synchronized.
     """
 
@@ -123,7 +124,7 @@ class ClientStore:
                 self._folder.mkdir(parents=True, exist_ok=True)
 
     def store_as_uint8(self, scale: tuple[Tensor, Tensor, tuple[int, ...]] | None) -> None:
-        """Store images in client states as uint8 pixels (see `PixelEncoding`). Convert the states in the store.
+        """Store images in client states as uint8 pixels (see `PixelEncoding`), also in the states already stored.
 
         Args:
             scale: Mean, standard deviation and shape of an image. None: store images unchanged.
@@ -299,7 +300,7 @@ def trained_rounds(client_state: ClientState) -> list[int]:
 
 
 def with_progress(client_state: ClientState, round_idx: int, experience: int) -> StateSection:
-    """Return a client's progress section after one more round."""
+    """Return a client's progress section with one more round and with the experience of this round."""
     rounds = torch.tensor([round_idx])
     if PROGRESS in client_state:
         rounds = torch.cat([client_state[PROGRESS]["rounds"], rounds])
@@ -307,7 +308,7 @@ def with_progress(client_state: ClientState, round_idx: int, experience: int) ->
 
 
 def has_result(client_state: ClientState, section: str) -> bool:
-    """Return whether a method's section contains the result for the client's latest experience."""
+    """Return whether a method's section contains the method's result for the client's latest experience."""
     return RESULT + section in client_state.get(PROGRESS, {})
 
 
@@ -349,7 +350,7 @@ def enter_round(client_state: ClientState, experience: int, accepted: int) -> Cl
 def local_tensors(client_state: ClientState, device: torch.device) -> StateSection:
     """Return the tensors that a client uses in place of the server's tensors.
 
-    They are the client-local entries, and the entries that the client could not upload.
+    These tensors are the client-local entries, and the entries that the client could not upload.
 
     Example:
         >>> local_tensors({"model": {"head": torch.ones(1)}}, torch.device("cpu"))
@@ -363,7 +364,7 @@ def local_tensors(client_state: ClientState, device: torch.device) -> StateSecti
 
 
 def _checksum(client: str, tensors: Mapping[str, Tensor]) -> str:
-    """Return a checksum of a client's name and its tensors. It includes the names, dtypes, shapes and values."""
+    """Return a checksum of a client's name and of the names, dtypes, shapes and values of the client's tensors."""
     digest = hashlib.sha256(client.encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"\x1e{name}\x1f{tensor.dtype}\x1f{tuple(tensor.shape)}\x1f".encode())

@@ -45,7 +45,7 @@ class Compression(UpdateCodec, ABC):
         """Return the encoded updates of several clients. ``updates`` has shape (clients, n)."""
 
     def should_compress(self, value: Tensor) -> bool:
-        """Return whether the encoded update of a tensor is shorter than the tensor. If not, the tensor is sent."""
+        """Return whether the encoded update of a tensor is shorter than the tensor. Otherwise, the tensor is sent."""
         return self.nbytes(value.numel(), value.element_size()) < value.nbytes
 
     def codes(self, name: str, setting: Setting) -> bool:

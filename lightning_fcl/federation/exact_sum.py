@@ -40,7 +40,7 @@ from lightning_fcl.federation.fixed_point import (
 from lightning_fcl.federation.ranks import Ranks
 
 _WAITING = 4_000_000
-"""Maximum number of upload elements that are collected before they are added together."""
+"""Number of collected upload elements above which the collected uploads are added together."""
 
 _COHORT_BITS = 46
 """Number of bits to which the sum over a client group is rounded, for entries in single or half precision.
@@ -51,11 +51,11 @@ group's largest number.
 """
 
 GroupSums = dict[str, tuple[Tensor, float]]
-"""By entry name: the weighted sum over some clients, and the unit of this sum. See `weighted_sum`."""
+"""A dictionary from entry name to the weighted sum over some clients and the unit of this sum (`weighted_sum`)."""
 
 
 class ExactSum:
-    """The exact weighted sum of tensors. Only `total` and `mean` round it.
+    """The weighted sum of tensors, computed with exact additions. Only `total` and `mean` round the sum.
 
     Args:
         reference: Tensor with the shape and the device of the summands. Complex if the summands are complex.
@@ -75,7 +75,7 @@ class ExactSum:
         self._pieces = [ExactChunk(size, self._device) for size in sizes]
 
     def add(self, values: Tensor, weights: ExactWeights | None = None) -> None:
-        """Add several uploads, shape (clients, ...), each multiplied by its weight."""
+        """Add the uploads of several clients, shape (clients, ...), each multiplied by the client's weight (default 1)."""
         weights = weights or ExactWeights([1.0] * len(values))
         rows = (torch.view_as_real(values) if self._complex else values).detach().to(self._device)
         rows = rows.reshape(len(values), self.size)
@@ -139,7 +139,8 @@ class ExactSum:
         Args:
             weight: Sum of the weights.
             reference: Tensor with the dtype of the result and with numbers near the summands, such as the server's
-                value. If it contains 64-bit integers above 2^53, the differences from this tensor are averaged.
+                value. If ``reference`` contains 64-bit integers above 2^53, the result is ``reference`` plus the mean
+                difference between the summands and ``reference``.
         """
         if reference.dtype is torch.int64 and bool((reference.abs() > 1 << 53).any()):
             # Double precision cannot represent all integers of this size, but it can represent their differences.
@@ -164,7 +165,7 @@ class ExactSum:
         return whole.view(self._shape)
 
     def digits(self) -> Digits:
-        """Return the exact sum as digits. Equal sums have equal digits, and a missing digit counts as zero.
+        """Return the exact sum as `Digits`. Equal sums have equal digits, and a missing digit counts as zero.
 
         To add the sums of several processes, add their digits of equal exponents, and pass them to `add_digits`.
         """
@@ -176,7 +177,7 @@ class ExactSum:
         }
 
     def add_digits(self, digits: Mapping[int, Tensor]) -> None:
-        """Add the sums of up to a million other objects, in the format that `digits` returns."""
+        """Add the sums of other `ExactSum` objects (at most a million), in the format that `digits` returns."""
         for piece, start in zip(self._pieces, range(0, self.size, self._step), strict=True):
             piece.add_digits({exponent: digit[start : start + self._step] for exponent, digit in digits.items()})
 
@@ -186,7 +187,7 @@ class ExactSum:
     def with_scales(
         self, marks: Iterable[Sequence[IntegerScale | None]]
     ) -> list[tuple[ExactChunk, IntegerScale | None]]:
-        """Return each chunk with the common scale of its sum over all ranks.
+        """Return each chunk of this sum, with the scale that all ranks can use for the chunk, or None.
 
         Args:
             marks: The result of `scales` on each rank.
@@ -201,7 +202,7 @@ class ExactSum:
 
 
 class ExactSums:
-    """The exact sums of entries, by name."""
+    """The exact weighted sums of the entries of uploads, one `ExactSum` per entry name."""
 
     def __init__(self) -> None:
         self._sums: dict[str, ExactSum] = {}
@@ -264,7 +265,7 @@ class ExactSums:
         return self._sums[name]
 
     def sync(self, ranks: Ranks) -> None:
-        """Replace the sums by the sums over all ranks. A rank can have no sum for an entry."""
+        """Replace the sums by the sums over all ranks. A rank without a sum for an entry adds zero to this entry."""
         sums = self.sums
         rank_scales = ranks.all_gather_object(
             {name: (exact.shape_and_type, exact.scales()) for name, exact in sums.items()}
@@ -301,7 +302,7 @@ def weighted_sum(values: Tensor, weights: Sequence[float]) -> tuple[Tensor, floa
     """Return the weighted sum of some clients' values, shape (clients, ...), and the unit of the sum.
 
     The sum is computed in double precision. If the values have single or half precision, each element of the sum is
-    rounded to a multiple of the unit, which is a power of two. For other dtypes, and if the sum is zero, the unit is 0.
+    rounded to a multiple of the unit, which is a power of two. For other dtypes, and for a sum of zeros, the unit is 0.
     """
     if values.dim() == 3 and values.mT.is_contiguous() and not values.is_contiguous():
         # Transpose, to avoid a copy of all numbers.
@@ -325,7 +326,7 @@ def weighted_sum(values: Tensor, weights: Sequence[float]) -> tuple[Tensor, floa
 
 
 def round_to(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a value in the dtype of its entry. For integers, such as `num_batches_tracked`, round to nearest."""
+    """Return ``value`` converted to ``dtype``. For an integer dtype, the value is first rounded to the nearest integer."""
     return value.to(dtype) if dtype.is_floating_point or dtype.is_complex else value.round().to(dtype)
 
 

@@ -1,4 +1,4 @@
-"""FedBuff: asynchronous rounds, in which the server aggregates whenever its buffer of uploads is full."""
+"""FedBuff: asynchronous rounds. The server aggregates each time that its buffer of uploads is full."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _KEPT = "asynchronous"
 
 @dataclass(frozen=True, order=True)
 class Flight:
-    """A client between its download of a round's state and the arrival of its upload. Times are in nanoseconds.
+    """A client between the download of a round's state and the arrival of the upload. Times are in nanoseconds.
 
     Flights are ordered by arrival time. Flights with equal arrival times are ordered by the client's position in the
     plan.
@@ -58,7 +58,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class _Known:
-    """The cached timing of a round: the unavailable clients, the timing, and the clock after the round."""
+    """The cached timing of a round, with the unavailable clients and the clock after the round."""
 
     unavailable: frozenset[str]
     timed: RoundTiming
@@ -69,9 +69,9 @@ class FedBuff(Synchronization):
     """Buffered asynchronous rounds (Nguyen et al., 2022, "Federated Learning with Buffered Asynchronous Aggregation").
 
     `participation` sets the number of clients that train concurrently. When ``buffer_size`` uploads have arrived, the
-    server aggregates them, and the round ends. A client's update is the difference between its upload and the state
-    that it downloaded. The server multiplies the update by ``(1 + staleness) ** -staleness_exponent``, where the
-    staleness is the number of server steps since the download (Algorithm 1).
+    server aggregates the uploads, and the round ends. A client's update is the upload minus the state that the client
+    downloaded. The server multiplies the update by ``(1 + staleness) ** -staleness_exponent``, where the staleness is
+    the number of server steps since the download (Algorithm 1).
 
     When an upload arrives, another client starts. Clients start in the random order of the round's client sampling. The
     server's learning rate is set by ``server_optimizer``, such as ``SGD(lr=0.5)``. A client trains on its samples of
@@ -132,25 +132,25 @@ class FedBuff(Synchronization):
         return self._start if round_idx == self._first else self._at(round_idx - 1).clock
 
     def in_flight_versions(self, round_idx: int) -> list[int]:
-        """Return the rounds from which clients in flight downloaded their states, ascending.
+        """Return the rounds from which the clients in flight at the start of ``round_idx`` downloaded their states.
 
-        The clients in flight are those at the start of ``round_idx``.
+        The result is sorted and contains each round once.
         """
         return sorted({flight.version for flight in self.clock_at(round_idx).flights})
 
     def state_dict(self, round_idx: int) -> dict[str, Any]:
-        """Return the clock at the start of a round as numbers, strings and lists."""
+        """Return the clock at the start of a round as numbers, strings and lists, for a checkpoint."""
         clock = self.clock_at(round_idx)
         flights = [[one.arrival_ns, one.position, one.client, one.version] for one in clock.flights]
         return {"round": round_idx, "now": clock.time_ns, "flights": flights}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the clock at the start of a round."""
+        """Restore the clock at the start of a round from the result of `state_dict`."""
         clock = Clock(state["now"], tuple(Flight(*one) for one in state["flights"]))
         self._first, self._start, self._known = state["round"], clock, {}
 
     def start_round(self, round_idx: int) -> None:
-        """Start a round. Afterwards, its clients stay fixed, and the timing of earlier rounds is deleted."""
+        """Start a round. Afterwards, the clients of the round stay fixed, and earlier rounds have no timing."""
         self._start, self._first = self.clock_at(round_idx), round_idx
         self._known = {number: known for number, known in self._known.items() if number >= round_idx}
 
@@ -174,7 +174,7 @@ class FedBuff(Synchronization):
     def _advanced(
         self, round_idx: int, clock: Clock, unavailable_clients: Collection[str]
     ) -> tuple[RoundTiming, Clock]:
-        """Advance the clock until the buffer is full. Return the timing of the round and the clock after it."""
+        """Advance the clock until the buffer is full. Return the timing of the round and the clock after the round."""
         plan, time_ns = self.context.plan, clock.time_ns
         present = self.context.client_participation.candidates(plan, round_idx).difference(unavailable_clients)
         flights, staleness, skipped = [*clock.flights], dict[str, int](), set[str]()
@@ -276,9 +276,10 @@ class BufferedServer(FederatedServer):
         self._versions = {**earlier, round_idx: self.state}
 
     def _like_now(self, version: State) -> State:
-        """Return an earlier state on the device of the current state. A checkpoint loads states on the CPU.
+        """Return an earlier state with the tensors on the device of the current state.
 
-        Entries that clients download only once are taken from the current state.
+        The states of a checkpoint are on the CPU. Entries that clients download only once are taken from the current
+        state.
         """
         changing = {name: value for name, value in self.state.items() if not self.reductions[name].once}
         for name, value in changing.items():
@@ -329,7 +330,7 @@ class BufferedServer(FederatedServer):
     def _brought_up(self, name: str, value: Tensor, client: str, is_update: bool) -> Tensor:
         """Return a client's upload of an entry as if the client had started with the current server state.
 
-        A stale update of a trainable parameter is multiplied by its staleness weight. Other entries are not scaled.
+        A stale update of a trainable parameter is multiplied by the staleness weight. Other entries are not scaled.
         """
         age = self._staleness.get(client, 0)
         if not age:

@@ -14,13 +14,13 @@ from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.ranks import Ranks
 
 Digits = dict[int, Tensor]
-"""Integers by the exponent of their unit. They represent the sum of ``2.0**exponent * digits[exponent]``."""
+"""Tensors of integers, by the exponent of their unit. They represent the sum of all ``2.0**exponent * digits[exponent]``."""
 
 IntegerScale = tuple[int, int]
-"""Exponent of a unit, and the bound of the integers in this unit."""
+"""Exponent of a unit 2^exponent, and the maximum absolute value of the integers in this unit."""
 
 CHUNK_SIZE = 1 << 17
-"""Number of elements per chunk. Tensors with at most this many elements stay in a CPU's cache."""
+"""Number of elements per chunk. Tensors with at most this many elements fit into a CPU's cache."""
 
 NARROW = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 """Number of significand bits by dtype. Numbers of these dtypes times a 29-bit integer are exact in double precision."""
@@ -36,7 +36,7 @@ _ROOM = 1 << 62
 
 
 class ExactWeights:
-    """The weights of several clients, and the properties of these weights that sums need."""
+    """The weights of several clients, and the properties of these weights that `ExactChunk` needs."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         self.column = torch.tensor(weights, dtype=torch.float64)[:, None]
@@ -46,7 +46,7 @@ class ExactWeights:
 
 
 class _Bench(threading.local):
-    """Buffers of a thread, which all chunks reuse. Allocating new memory for each chunk would be slower."""
+    """Temporary buffers of one thread. All chunks reuse them, because new memory for each chunk would be slower."""
 
     def __init__(self) -> None:
         self._halves = torch.empty(2, CHUNK_SIZE, dtype=torch.float64, device="cpu")
@@ -75,13 +75,16 @@ _bench = _Bench()
 
 
 def to_float64(values: Tensor) -> Tensor:
-    """Return values in double precision. Up to ``CHUNK_SIZE`` values are returned in a buffer that is later reused."""
+    """Return values in double precision. A later call can overwrite a result of at most ``CHUNK_SIZE`` values."""
     return values.double() if values.numel() > CHUNK_SIZE else _bench.clear(values)[0].copy_(values)
 
 
 @dataclass
 class _Limb:
-    """A sum of integers in units of 2^exponent, plus an offset for each added number. ``offsets`` sums the offsets."""
+    """A part of an exact sum, as integers in units of 2^exponent.
+
+    ``total`` is the sum of the integers plus an offset for each added number. ``offsets`` is the sum of these offsets.
+    """
 
     exponent: int
     total: Tensor
@@ -100,7 +103,7 @@ class _Limb:
 
 
 class ExactChunk:
-    """The exact sum of the values of a chunk, as at most three limbs and the digits of earlier limbs."""
+    """The exact sum of the values of a chunk: at most three limbs (`_Limb`), and the digits of earlier limbs."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.size = size
@@ -134,7 +137,7 @@ class ExactChunk:
         self._add(numbers, spare, times, largest, unit)
 
     def add_multiples(self, values: Tensor, unit: float, largest: float) -> None:
-        """Add numbers in double precision, shape (size,). They are multiples of ``unit`` and at most ``largest``."""
+        """Add multiples of ``unit`` in double precision, shape (size,), with absolute values of at most ``largest``."""
         numbers, spare, _ = _bench.clear(values)
         self._add(numbers.copy_(values), spare, 1, largest, unit)
 
@@ -159,9 +162,10 @@ class ExactChunk:
             largest = max_abs(numbers.sub_(rounded.sub_(offset)))
 
     def _limb(self, size: int, times: int, rows: int) -> _Limb:
-        """Return a limb for ``rows`` numbers below 2^size, each multiplied by ``times``, and reserve their bound.
+        """Return a limb for ``rows`` numbers below 2^size, each multiplied by ``times``.
 
-        The unit of the limb is so small that the largest number has at least 20 bits.
+        The bound of these numbers is added to the limb's bound. The largest number is at least 2^20 units of the limb,
+        unless the limb has the smallest possible unit.
         """
         fitting = [
             limb
@@ -194,7 +198,7 @@ class ExactChunk:
         return _carry(self._digits, *(limb.digits() for limb in self._limbs))
 
     def scale(self) -> IntegerScale | None:
-        """Return the exponent of the unit and the bound of the sum's integers. None: one limb is not sufficient."""
+        """Return the exponent of the unit and the bound of the sum's integers, or None if the sum needs several limbs."""
         if self._digits or len(self._limbs) > 1:
             return None
         return (self._limbs[0].exponent, self._limbs[0].bound) if self._limbs else (0, 0)
@@ -213,7 +217,7 @@ class ExactChunk:
         self._limbs, self._digits = [_Limb(mark[0], whole.to(self._device), bound=mark[1])], {}
 
     def sync(self, ranks: Ranks, digits: Digits, exponents: Sequence[int]) -> None:
-        """Replace the sum by the sum of all ranks' digits.
+        """Replace the sum by the sum over all ranks.
 
         Args:
             ranks: The ranks.
@@ -304,9 +308,9 @@ def _carry(*summands: Mapping[int, Tensor]) -> Digits:
 
 
 def common_scale(marks: Sequence[IntegerScale | None]) -> IntegerScale | None:
-    """Return the exponent of the smallest unit, and the bound of the sum over all ranks in this unit.
+    """Return the exponent of the smallest unit of several scales, and the bound of the sum over all ranks in this unit.
 
-    Return None if a scale is None, or if 62 bits are not sufficient for the sum.
+    Return None if a scale is None, or if 62 bits are not sufficient for the sum. Scales with a bound of 0 are ignored.
     """
     nonzero_marks = [mark for mark in marks if mark is not None and mark[1]]
     exponent = min((mark[0] for mark in nonzero_marks), default=0)

@@ -47,7 +47,7 @@ class LocalResult:
 
 
 class LocalTrainer(Protocol):
-    """Trains a client group in a round: it starts from the downloaded states and returns the uploads.
+    """An object that trains a client group in a round, from the downloaded states to the uploads.
 
     One object trains all clients of a fit, one group after the other. `lightning_fcl.local_training.sequential` and
     ``vectorized`` contain the trainers for all modules. A module can provide its own trainer, see `HasLocalTrainer`.
@@ -86,8 +86,8 @@ class LocalTrainer(Protocol):
         """Return the loss of one step.
 
         Args:
-            batch: The batch. If batches are stacked, it contains only the clients that still have a batch. These
-                clients come first.
+            batch: The batch. If batches are stacked, the batch contains only the clients that still have a batch, which
+                are the first clients of the group.
             batch_idx: Index of the batch in the local training of this group. None: the module's step takes no index.
             weight: Weight of each sample in the mean of its client, shape (clients in the batch, batch). 0: padding.
                 None: batches are not stacked.

@@ -109,7 +109,7 @@ _KNOWN = {
 
 
 def obstacle_of(error: Exception) -> Obstacle:
-    """Return the obstacle that an error of a vectorized step indicates."""
+    """Return the `Obstacle` that caused an error of a vectorized step."""
     if isinstance(error, ObstacleError):
         return error.obstacle
     known_reason = next((reason for kind, reason in _KNOWN.items() if match_error(error, kind)), None)

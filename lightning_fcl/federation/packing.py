@@ -30,7 +30,7 @@ def pack_nonzero(value: Tensor) -> Tensor:
 
 
 def unpack_nonzero(packed: Tensor, reference: Tensor) -> Tensor:
-    """Return the tensor that `pack_nonzero` packed, with the shape, dtype and device of ``reference``.
+    """Return the tensor that was passed to `pack_nonzero`, with the shape, dtype and device of ``reference``.
 
     Raises:
         InvalidValueError: If the bytes do not represent a tensor with this shape and dtype.
@@ -57,7 +57,7 @@ def pack_mask(mask: Tensor) -> Tensor:
 
 
 def unpack_mask(packed: Tensor, n: int) -> Tensor:
-    """Return the booleans that `pack_mask` packed, shape (..., n)."""
+    """Return the booleans that were passed to `pack_mask`, shape (..., n)."""
     bits = np.unpackbits(packed.cpu().numpy(), axis=-1, count=n, bitorder="little")
     return torch.from_numpy(bits.astype(bool)).to(packed.device)
 
@@ -80,7 +80,7 @@ def pack_integers(values: Tensor, bits: int) -> Tensor:
 
 
 def unpack_integers(packed: Tensor, n: int, bits: int) -> Tensor:
-    """Return the integers that `pack_integers` packed, shape (clients, n)."""
+    """Return the integers that were passed to `pack_integers`, shape (clients, n)."""
     packed_array = packed.cpu().numpy()
     if bits == 8:
         numbers = packed_array.astype(np.int32)

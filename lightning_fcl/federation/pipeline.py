@@ -131,7 +131,7 @@ class Pipeline:
     def received(
         self, clients: ClientRounds, weight: float, tensors: Mapping[str, Tensor], optional: Collection[str]
     ) -> Uploads:
-        """Return the upload of one client from the tensors that it sent. See `Uploads.client_tensors`.
+        """Return the upload of one client from the tensors that the client sent. See `Uploads.client_tensors`.
 
         Args:
             clients: The client.
@@ -224,7 +224,7 @@ def changes_sums(transform: UploadTransform) -> bool:
 def _pop_tensor(
     tensors: dict[str, Tensor], name: str, form: tuple[torch.dtype, tuple[int, ...]] | None = None
 ) -> Tensor:
-    """Remove a tensor from ``tensors`` and return it.
+    """Remove a tensor from ``tensors`` and return the tensor.
 
     Raises:
         InvalidValueError: If the tensor is missing, or does not have the dtype and shape of ``form``.

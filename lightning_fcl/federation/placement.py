@@ -1,4 +1,4 @@
-"""Placement: the assignment of client groups and client states to ranks. Results do not depend on it."""
+"""Placement: the assignment of client groups and client states to ranks. Results do not depend on the placement."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ _SLACK = 0.05
 
 
 class Placement:
-    """Assigns whole client groups to ranks. The group with the longest time is assigned first.
+    """An assignment of whole client groups to ranks. The group with the longest time is assigned first.
 
-    Each group is assigned to the rank with the least work so far. The time of a group is estimated from earlier rounds
-    of its clients. In the first round, it is estimated from the number of samples. If client states are in memory, a
-    group stays on the rank that has most of its client states, unless this rank has clearly more work than others.
+    Each group is assigned to the rank with the least work so far. The time of a group is estimated from the times of
+    earlier rounds. In the first round, the time is estimated from the number of samples. If client states are in
+    memory, a group stays on the rank that has most of the group's client states, unless another rank has clearly less
+    work.
 
     Example:
         >>> from lightning_fcl.federation.ranks import SingleRank
@@ -50,7 +51,7 @@ class Placement:
                 store.delete(client)
 
     def hosts(self, client: str) -> bool:
-        """Return whether this rank hosts a client: it stores the client's state and tests the client's model."""
+        """Return whether this rank hosts a client: the rank stores the client's state and tests the client's model."""
         return self._rank_of.get(client, 0) == self.ranks.rank
 
     def assign(self, client_groups: Sequence[Sequence[str]], samples: Mapping[str, int]) -> list[int]:
@@ -69,7 +70,7 @@ class Placement:
         return [number for number, rank in enumerate(ranks) if rank == self.ranks.rank]
 
     def _expected(self, names: Sequence[str], samples: Mapping[str, int]) -> float:
-        """Return the estimated training time of a client group in seconds, or its samples before the first round."""
+        """Return the estimated training time of a client group in s, or the number of samples if no time is known."""
         usual = float(np.median(list(self._pace.values()))) if self._pace else 1.0
         paces = [self._pace.get(client, usual) for client in names]
         # Measured times also depend on the load of the machine. Only clear differences from the median count.
@@ -111,7 +112,7 @@ class Placement:
         self._began = time.monotonic()
 
     def record_time(self, clients: ClientRounds) -> None:
-        """Record the duration of a client group's local training."""
+        """Record the duration of a client group's local training. With a single rank, record nothing."""
         if self.ranks.num_ranks > 1:
             seconds = (time.monotonic() - self._began) / max(1, int(clients.num_samples.sum()))
             self._seconds |= dict.fromkeys(clients.client_ids, seconds)

@@ -1,7 +1,7 @@
 """Protocols: typed contracts between the parts of a federation.
 
 Most protocols describe optional functions of a module, in addition to Lightning's `training_step`. The library checks
-for them, for example with ``isinstance(module, HasSampleLoss)``. A user's module can use the same names with different
+for these functions, for example with ``isinstance(module, HasSampleLoss)``. A user's module can use the same names with different
 meanings. Therefore a module implements a subclass of `FederatedModule` only if it has the attribute
 ``lightning_fcl_protocols``. The protocols of local training are in `lightning_fcl.federation.local_trainer`.
 """
@@ -154,7 +154,7 @@ class FederatedModule(Protocol):
     """A module that sets ``lightning_fcl_protocols = True``.
 
     This attribute declares that the module uses the names in the protocols below with the meanings documented here. The
-    tasks of the library set it.
+    tasks of the library set this attribute.
     """
 
     lightning_fcl_protocols: ClassVar[bool]
@@ -170,7 +170,7 @@ class HasSampleLoss(FederatedModule, Protocol):
 
 @runtime_checkable
 class Vectorizable(HasSampleLoss, Protocol):
-    """A module whose training step is the mean of its `sample_loss`, so that clients can train vectorized."""
+    """A module whose training loss is the mean of its `sample_loss`, so that clients can train vectorized."""
 
     def sequential_reason(self) -> Obstacle | None:
         """Return the obstacle to vectorized training that the module reports. None: the module can be vectorized."""

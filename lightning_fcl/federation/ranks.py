@@ -50,9 +50,9 @@ SINGLE_RANK = SingleRank()
 
 
 def gather_by_client(ranks: Ranks, local_values: Mapping[str, T], order: Sequence[str]) -> dict[str, T]:
-    """Return the values of all clients from all ranks. Each client has a value on one rank.
+    """Return the values of all clients from all ranks as one dict. At most one rank may have a value of a client.
 
-    With several ranks, the clients are in the given order.
+    With several ranks, the result contains only clients in ``order``, in this order.
     """
     if ranks.num_ranks == 1:
         return dict(local_values)

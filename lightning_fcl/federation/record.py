@@ -22,7 +22,8 @@ class RoundRecord:
         diverged: Clients that had a non-finite loss in a step, although their upload is finite.
         master: In a swarm, the client that aggregated the uploads.
         late_clients: Clients whose uploads would arrive too late on the simulated clock. They did not train.
-        staleness: Number of rounds since each client's download on the simulated clock. Contains only numbers above 0.
+        staleness: For each client, the number of rounds since the client's download on the simulated clock. Clients
+            with 0 are left out.
         duplicate_claims: In a deployment, each client name that several nodes use, with the names of these nodes. The
             first of these nodes is admitted.
         upload_limits: In a deployment, the maximum number of samples and the maximum update norm of an upload.
@@ -44,15 +45,15 @@ class RoundRecord:
     simulated_seconds: float | None = None
 
     def add_upload_bytes(self, client: str, number: int) -> None:
-        """Count bytes that a client uploads: its state, or a message of a method."""
+        """Add bytes to the number of bytes that a client uploaded in a state or in a message of a method."""
         self.upload_bytes[client] = self.upload_bytes.get(client, 0) + number
 
     def add_download_bytes(self, client: str, number: int) -> None:
-        """Count bytes that a client downloads."""
+        """Add bytes to the number of bytes that a client downloaded."""
         self.download_bytes[client] = self.download_bytes.get(client, 0) + number
 
     def sync(self, ranks: Ranks, order: Mapping[str, int]) -> None:
-        """Merge the records of all ranks, in the round's order of clients."""
+        """Merge the lists and dictionaries of all ranks' records. Sort the clients by their position in ``order``."""
         parts = [vars(record) for record in ranks.all_gather_object(self)]
         for name, value in vars(self).items():
             if isinstance(value, dict):

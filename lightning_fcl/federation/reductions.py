@@ -42,7 +42,7 @@ from lightning_fcl.federation.packing import pack_nonzero, unpack_nonzero
 
 
 class Reduction:
-    """Defines the value at which a client starts, what clients transmit, and how the server combines the uploads.
+    """A rule for an entry: the value at which a client starts, what clients transmit, and how uploads are combined.
 
     A subclass defines ``name`` and `make_accumulator`. Entries with equal reductions share an accumulator. Reductions
     are equal if they have the same class and equal arguments, which must be plain values.
@@ -71,7 +71,7 @@ class Reduction:
     """Whether a client uploads its value at the end of a round."""
 
     once: bool = False
-    """Whether a client downloads the server's value only once and keeps it. Such a value must not change."""
+    """Whether a client downloads the server's value only once and keeps this value. The server must not change it."""
 
     is_local: bool = False
     """Whether the entry is client-local: each client continues with its own value of the previous round."""
@@ -103,7 +103,7 @@ class Reduction:
         return server
 
     def empty_upload(self, server: Tensor) -> Tensor:
-        """Return the value of an upload that contributes nothing. Updates are measured from this value."""
+        """Return the value of an upload that contributes nothing. An update is an upload minus this value."""
         return self.initial_value(server)
 
     def pack(self, value: Tensor) -> Tensor:
@@ -111,14 +111,14 @@ class Reduction:
         return value
 
     def unpack(self, packed: Tensor, reference: Tensor) -> Tensor:
-        """Return the value that `pack` packed.
+        """Return the value that was passed to `pack`.
 
         Args:
             packed: The tensor that was sent.
             reference: A tensor with the value's shape, dtype and device.
 
         Raises:
-            InvalidValueError: If `pack` cannot return such a tensor for this reference.
+            InvalidValueError: If ``packed`` is not a possible result of `pack` for a value like ``reference``.
         """
         if packed.dtype != reference.dtype or packed.shape != reference.shape:
             raise InvalidValueError(
@@ -139,11 +139,11 @@ class Reduction:
 
     @property
     def has_static_size(self) -> bool:
-        """Whether the number of bytes to send for a value depends only on its shape and dtype."""
+        """Whether the number of bytes to send for a value depends only on the shape and the dtype of the value."""
         return type(self).pack is Reduction.pack
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return the name and the arguments, for checkpoints."""
+        """Return the name and the arguments, which a checkpoint must match to be resumed."""
         return {"name": self.name, **vars(self)}
 
     def __eq__(self, other: object) -> bool:
@@ -167,7 +167,7 @@ class Mean(Reduction):
 
 
 class SparseMean(Reduction):
-    """The weighted mean of each element over the uploads where it is not zero (``sparse_mean``)."""
+    """The weighted mean of each element over the uploads in which the element is not zero (``sparse_mean``)."""
 
     name = "sparse_mean"
     weighted = True

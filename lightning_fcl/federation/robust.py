@@ -54,9 +54,9 @@ def trimmed_mean(stack: Tensor, trim: float) -> Tensor:
 def krum(uploads: Tensor, num_malicious_clients: int) -> int:
     """Return the index of the upload nearest to its neighbors (Krum; Blanchard et al., 2017).
 
-    This upload has the smallest sum of squared distances to its ``clients - num_malicious_clients - 2`` nearest
-    neighbors (at least 1). If several uploads have the same sum, the first one is selected. With one
-    neighbor, two uploads that are each other's nearest neighbors have the same sum.
+    For each upload, the squared distances to the ``clients - num_malicious_clients - 2`` nearest other uploads (at
+    least 1) are added. The upload with the smallest sum is selected. If several uploads have this sum, the first one is
+    selected. For example, with one neighbor, two uploads that are each other's nearest neighbors have the same sum.
 
     Args:
         uploads: Flattened uploads, shape (clients, parameters).
@@ -83,7 +83,7 @@ def _nearest(pieces: Iterable[Tensor], byzantine: int) -> int:
 
 
 def _pieces(rows: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield parts of the uploads of an entry, shape (clients, elements). The uploads are never copied as a whole."""
+    """Yield stacked columns of an entry's uploads, shape (clients, elements). Only a part of the uploads is copied at once."""
     size = max(1, _NUMBERS // len(rows))
     yield from map(torch.stack, zip(*(torch.split(row.flatten(), size) for row in rows), strict=True))
 
@@ -160,7 +160,7 @@ def find_non_finite(
 ) -> tuple[dict[int, list[str]], list[str]]:
     """Return the rows of clients with non-finite numbers, and uploaded entries with non-finite numbers at the start.
 
-    Only entries that clients upload or keep are checked. A number of a client does not count if the same element was
+    Only entries that clients upload or keep are checked. Elements of a client are ignored if they were already
     non-finite at the start of the round.
 
     Args:
@@ -199,7 +199,10 @@ def find_non_finite(
 
 
 def check_finite(state: Mapping[str, Tensor], names: Sequence[str], situation: str) -> None:
-    """Raise InvalidValueError if an entry in ``names`` is non-finite, because training would diverge on all clients."""
+    """Raise InvalidValueError if an entry of ``state`` in ``names`` has non-finite numbers.
+
+    Training from this state would diverge on all clients.
+    """
     wrong = [name for name in names if not torch.isfinite(state[name].sum())]
     wrong = [name for name in wrong if not torch.isfinite(state[name]).all()]
     if wrong:
@@ -210,7 +213,7 @@ def check_finite(state: Mapping[str, Tensor], names: Sequence[str], situation: s
 
 
 def check_stays_finite(previous_state: Mapping[str, Tensor], updated_state: Mapping[str, Tensor]) -> None:
-    """Raise InvalidValueError if the aggregation made a finite entry of the server state non-finite."""
+    """Raise InvalidValueError if the aggregation of a round made a finite entry of the server state non-finite."""
     suspect_names = [
         name
         for name, value in updated_state.items()
@@ -223,14 +226,14 @@ def check_stays_finite(previous_state: Mapping[str, Tensor], updated_state: Mapp
 
 
 def squared_change(previous_value: Tensor, updated_value: Tensor) -> float:
-    """Return the sum of the squared changes of all elements that are finite before and after the change."""
+    """Return the sum of the squared changes of an entry. Elements that are non-finite before or after are left out."""
     wide = torch.complex128 if updated_value.is_complex() else torch.float64
     sound = (updated_value != previous_value) & torch.isfinite(previous_value) & torch.isfinite(updated_value)
     return float((updated_value.to(wide) - previous_value.to(wide)).where(sound, 0).abs().square().sum())
 
 
 def relative_update_norm(changes: Mapping[str, float], previous_state: Mapping[str, Tensor]) -> float:
-    """Return the norm of the change of several entries, divided by the maximum of their previous norm and 1.
+    """Return the norm of the change of several entries, divided by the larger of 1 and the entries' norm before.
 
     Args:
         changes: The `squared_change` of each entry.

@@ -20,7 +20,7 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 """Function that makes an optimizer from parameters."""
 
 SCHEDULED = frozenset({"lr", "initial_lr", "momentum", "betas"})
-"""Settings of an optimizer's parameter groups that learning rate schedules change."""
+"""Settings of an optimizer's parameter groups that are not stored in client states, because schedules change them."""
 
 
 def make_optimizer(factory: OptimizerFactory, parameters: Iterable[nn.Parameter], name: str = "optimizer") -> Optimizer:
@@ -80,7 +80,7 @@ Expected `lr` of `SGD` to be a finite number, but got nan. Use a finite number, 
 
 
 def get_settings(optimizer_or_schedule: Optimizer | LRScheduler) -> dict[str, Any]:
-    """Return the current settings of an optimizer or a schedule for checkpoints. Only plain values are included.
+    """Return the current plain settings (`is_plain`) of an optimizer or a schedule, for checkpoints.
 
     Example:
         >>> get_settings(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5))["lr"]
@@ -162,7 +162,7 @@ def _equal(value: object, other: object) -> bool:
 
 
 def load_optimizer_state(optimizer: Optimizer, state: StateSection) -> None:
-    """Load a state that `optimizer_state` returned into a new optimizer, in place."""
+    """Load a state into a new optimizer in place. ``state`` is the result of `optimizer_state`."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for key, value in state.items():
         prefix, rest = key.split(".", 1)
@@ -174,7 +174,7 @@ def load_optimizer_state(optimizer: Optimizer, state: StateSection) -> None:
 
 
 def with_parameters(optimizer: Optimizer, twins: Mapping[int, nn.Parameter]) -> Optimizer:
-    """Return a new optimizer with the same settings. ``twins`` maps the `id` of each parameter to its replacement.
+    """Return a new optimizer with the same settings. ``twins`` maps the `id` of each old parameter to the new parameter.
 
     Parameters that are not in ``twins`` are left out.
     """
@@ -186,7 +186,7 @@ def with_parameters(optimizer: Optimizer, twins: Mapping[int, nn.Parameter]) -> 
 
 
 class ServerOptimizer:
-    """Steps the server's parameters with a `torch.optim` optimizer on the pseudo-gradient (Reddi et al., 2021).
+    """The optimizer of the server: a `torch.optim` optimizer on the pseudo-gradient (Reddi et al., 2021).
 
     The pseudo-gradient is the server state minus the aggregate. ``SGD(lr=1)`` is FedAvg, ``SGD(lr=1, momentum=.9)`` is
     FedAvgM, and ``Adam`` is FedAdam. For entries that are not in ``names``, such as buffers, the aggregate is the new
@@ -211,7 +211,7 @@ class ServerOptimizer:
         self._pending: dict[str, object] | None = None
 
     def step(self, server: Mapping[str, Tensor], aggregate: Mapping[str, Tensor]) -> State:
-        """Return the server state after one step from ``server`` towards ``aggregate``."""
+        """Return the server state after one optimizer step with the pseudo-gradient ``server - aggregate``."""
         if self._optimizer is None:
             self._parameters = [nn.Parameter(server[name].clone()) for name in self._names]
             self._optimizer = make_optimizer(self._factory, self._parameters, "server_optimizer")

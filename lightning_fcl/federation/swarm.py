@@ -15,9 +15,9 @@ from lightning_fcl.validation import check_arguments
 class Swarm:
     """A federation without a server, in which an ad hoc master aggregates the uploads (Kröger et al.).
 
-    The master of a round is the first reachable node. The master transmits nothing, and the choice of the master does
-    not change the result. A node that misses a synchronization continues from its own weights. It uploads these weights
-    when it is reachable again.
+    The master of a round is the first reachable node. The transmitted bytes of the master count as 0, and the choice of
+    the master does not change the result. A node that misses a synchronization continues from its own weights. The node
+    uploads these weights when it is reachable again.
 
     Args:
         missed_sync_prob: Probability that a node misses the synchronization of a round.
@@ -72,13 +72,13 @@ class Swarm:
         return {node for node, first in self.leaves_at.items() if round_idx >= first}
 
     def misses_sync(self, node: str, round_idx: int, seed: int) -> bool:
-        """Return whether a node misses the synchronization of a round. It depends only on the arguments."""
+        """Return whether a node misses the synchronization of a round. The result depends only on the arguments."""
         if round_idx in self.missed_rounds.get(node, ()):
             return True
         return bool(np.random.default_rng(derive_seed(seed, "swarm", node, round_idx)).random() < self.missed_sync_prob)
 
     def elect_master(self, reachable_clients: Sequence[str]) -> str | None:
-        """Return the client that aggregates the uploads: the first reachable client, or None if there is none."""
+        """Return the client that aggregates the uploads: the first reachable client, or None if no client is reachable."""
         return reachable_clients[0] if reachable_clients else None
 
     def fingerprint(self) -> dict[str, Any]:

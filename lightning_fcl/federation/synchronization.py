@@ -1,8 +1,9 @@
 """Client sampling and timing: which clients train in a round, and which uploads arrive in time.
 
-Both depend only on the seed, the plan, the clients' names, their speeds and the sizes of messages. Training does not
-change them. Therefore they are computed before the round, and are identical on every machine. A late client does not
-train. The clock counts nanoseconds as integers, so that sums of times do not depend on the order of addition.
+Sampling and timing depend only on the seed, the plan, the clients' names, their speeds and the sizes of messages.
+Training does not change these values. Therefore sampling and timing are computed before the round, and are identical on
+every machine. A late client does not train. The clock counts nanoseconds as integers, so that sums of times do not
+depend on the order of addition.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TimingContext:
-    """The federation for which a `Synchronization` computes the timing.
+    """The properties of a federation that a `Synchronization` needs to compute the timing of rounds.
 
     Args:
         plan: The plan of the stream.
@@ -65,7 +66,8 @@ class RoundTiming:
         no_data: Sampled clients that have no data, or too few samples to train on.
         late_clients: Clients whose uploads arrive too late. These clients do not train.
         duration_s: Duration in seconds, from the end of the previous round to the end of this round.
-        staleness: Number of rounds that ended since each client's download. Contains only numbers above 0.
+        staleness: For each client, the number of rounds that ended since the client's download. Clients with 0 are left
+            out.
     """
 
     clients: list[str]
@@ -86,7 +88,7 @@ class Synchronization(ABC):
     """
 
     context: TimingContext
-    """The argument of `start`."""
+    """The federation that was passed to `start`."""
 
     time: ClassVar[str] = "per round"
     """Phrase in messages after the number of training clients, as in "3 of 10 clients per round"."""
@@ -101,7 +103,7 @@ class Synchronization(ABC):
         self.speeds = speeds
 
     def start(self, context: TimingContext, round_idx: int = 0) -> None:
-        """Set the federation whose timing is computed. The fit starts or resumes at ``round_idx``."""
+        """Prepare to compute the timing of a federation. The fit starts or resumes at ``round_idx``."""
         self.speeds.check_clients(context.plan.clients)
         self.context = context
 
@@ -122,7 +124,7 @@ class Synchronization(ABC):
         return
 
     def client_duration_ns(self, client: str, round_idx: int) -> int:
-        """Return the nanoseconds from a client's download in a round to the end of its upload."""
+        """Return the duration of a client's download, training and upload in a round, in nanoseconds."""
         context = self.context
         samples = context.local_epochs * len(context.plan.train[round_idx][client])
         seed, sizes = context.client_participation.seed, (context.download_bytes, context.upload_bytes)
@@ -130,7 +132,7 @@ class Synchronization(ABC):
 
     @abstractmethod
     def fingerprint(self) -> dict[str, Any]:
-        """Return the arguments, for checkpoints."""
+        """Return the settings that a checkpoint must match to be resumed."""
 
 
 def nanoseconds(seconds: float) -> int:
@@ -140,10 +142,10 @@ def nanoseconds(seconds: float) -> int:
 class Deadline(Synchronization):
     """Synchronous rounds with a deadline (Bonawitz et al., 2019, section 2.2).
 
-    A round ends when ``target_uploads`` uploads have arrived, or at the deadline. A client is late if its upload
-    arrives after the end of the round. A late client is treated like a client that was not sampled. If no upload
-    arrives before the deadline, the round waits for the first upload. Sample more clients than ``target_uploads`` (1.3
-    times as many in the paper), so that the round does not wait for the slowest clients.
+    A round ends when ``target_uploads`` uploads have arrived, or at the deadline. The uploads that have arrived by then
+    count. All other sampled clients are late, and are treated like clients that were not sampled. If no upload arrives
+    before the deadline, the round waits for the first upload. Sample more clients than ``target_uploads`` (1.3 times as
+    many in the paper), so that the round does not wait for the slowest clients.
 
     Args:
         speeds: Speeds of the clients.
@@ -201,8 +203,9 @@ class Deadline(Synchronization):
 
 
 def count_sampled_clients(participation: float | int, num_clients: int) -> int:
-    """Return the number of clients per round, at least 1. A float is a fraction of all clients, an int is a number.
+    """Return the number of clients to sample per round, at least 1.
 
+    ``participation`` is a fraction of all clients (float), or a number of clients (int), which is returned unchanged.
     Example:
         >>> count_sampled_clients(0.25, 10), count_sampled_clients(0.01, 10), count_sampled_clients(4, 10)
         (3, 1, 4)
@@ -216,7 +219,7 @@ def draw_client_order(plan: Plan, round_idx: int, seed: int) -> NDArray[np.int64
 
 
 class Participation:
-    """Samples the clients of each round of a federation.
+    """The client sampling of a federation: which clients train in each round.
 
     The sampling depends only on the seed, the round and the clients' names, not on earlier rounds.
 
@@ -275,7 +278,7 @@ class Participation:
 
     @property
     def explicit_clients(self) -> list[str]:
-        """The clients that the settings contain by name. Each must be a client of the stream."""
+        """Names of clients in the settings of the speeds and the swarm. Each must be a client of the stream."""
         speed_clients = self.synchronization.speeds.explicit_clients if self.synchronization is not None else []
         return [*speed_clients, *(self.swarm.explicit_nodes if self.swarm is not None else ())]
 
@@ -286,7 +289,7 @@ class Participation:
 
     @property
     def is_full(self) -> bool:
-        """Whether each client trains and uploads in each round in which it has data."""
+        """Whether the settings let every client with data train and upload in each round."""
         everyone = isinstance(self.fraction_or_count, float) and self.fraction_or_count == 1.0
         return everyone and self.swarm is None and self.synchronization is None
 
@@ -310,7 +313,10 @@ class Participation:
                 )
 
     def check_samples(self, plan: Plan, rounds: int) -> None:
-        """Raise ValueError if all clients of one of the first rounds have fewer than `min_samples` samples."""
+        """Raise ValueError if no client can train in one of the first ``rounds`` rounds.
+
+        If `min_samples` is 1, check nothing.
+        """
         for round_idx in range(min(rounds, plan.num_rounds) if self.min_samples > 1 else 0):
             if not self.candidates(plan, round_idx):
                 raise MissingValueError(
@@ -332,7 +338,7 @@ class Participation:
     def sample_on_time_clients(self, plan: Plan, round_idx: int) -> tuple[list[str], list[str]]:
         """Return the sampled clients whose uploads arrive in time, and the sampled clients without sufficient data.
 
-        See `sample_clients`.
+        Without ``synchronization``, all uploads arrive in time. See `sample_clients`.
         """
         if self.synchronization is None:
             return self.sample_clients(plan, round_idx)
@@ -342,11 +348,11 @@ class Participation:
     def sample_clients(self, plan: Plan, round_idx: int) -> tuple[list[str], list[str]]:
         """Return the sampled clients that can train in a round, and the available sampled clients with too little data.
 
-        Both lists are in the plan's order. At least one client trains. Unavailable clients do not change the sampling
-        of other clients.
+        Both lists are in the plan's order. Unavailable clients do not change the sampling of other clients. If no
+        sampled client can train, the first list contains one other client.
 
         Raises:
-            ValueError: If no client has data in the round.
+            ValueError: If no client can train in the round.
         """
         clients, absent = plan.clients, self.unavailable(round_idx)
         present = self.candidates(plan, round_idx)
@@ -368,11 +374,11 @@ class Participation:
         return training or [next(clients[place] for place in order if clients[place] in present)], skipped
 
     def expected_clients(self, plan: Plan, round_idx: int) -> list[str]:
-        """Return the clients that are expected to train in a round, in the plan's order. Empty if no client can."""
+        """Return the clients that are expected to train in a round, in the plan's order. If no client can train, []."""
         return self.sample_on_time_clients(plan, round_idx)[0] if self.candidates(plan, round_idx) else []
 
     def unavailable(self, round_idx: int) -> set[str]:
-        """Return the clients that have left the swarm, or were withdrawn."""
+        """Return the clients that left the swarm in a round or earlier, and all withdrawn clients."""
         return self.withdrawn_clients | (self.swarm.departed_nodes(round_idx) if self.swarm is not None else set())
 
     def withdraw(self, client: str) -> None:
@@ -384,7 +390,7 @@ class Participation:
         return self.swarm is not None and self.swarm.misses_sync(client, round_idx, self.seed)
 
     def elect_master(self, record: RoundRecord, clients: Sequence[str]) -> None:
-        """Record the master of a round in a swarm: the first reachable client. Its transmitted bytes count as 0."""
+        """Record the master of a round in a swarm. The transmitted bytes of the master count as 0."""
         if self.swarm is None:
             return
         record.master = self.swarm.elect_master([client for client in clients if client in record.upload_bytes])

@@ -5,7 +5,7 @@ server keeps for a method, and the messages of methods. If several clients train
 tensors of all these clients. The steps are identical in a simulation and on a node of a deployment:
 
 =======================  ====================================================================================
-Where                    Step
+Place                    Step
 =======================  ====================================================================================
 client                   `UploadTransform.encode` of each transform, first to last; then the bytes are counted
 server, each upload      `UploadTransform.decode`, last to first; check for non-finite values; sum
@@ -43,11 +43,11 @@ Each section name of a method maps to a list with the tensors of each client.
 """
 
 Forms = dict[str, tuple[torch.dtype, tuple[int, ...]]]
-"""Dtype and shape of tensors, by name."""
+"""A dictionary from tensor name to the dtype and the shape of the tensor."""
 
 
 class Stage(IntEnum):
-    """The position of a transform in the list of transforms. The list must be in ascending order."""
+    """The position of a transform in the list of transforms. The positions in the list must be in ascending order."""
 
     COMPRESSION = 1
     CLIP = 2
@@ -69,7 +69,7 @@ class Code:
         self.codec, self.tensors, self.like = codec, tensors, reference
 
     def decoded(self) -> Tensor:
-        """Return the updates, shape (clients, ...)."""
+        """Return the decoded updates, shape (clients, ...)."""
         rows = self.codec.decompress(self.tensors, self.like)
         return rows.view(len(rows), *self.like.shape)
 
@@ -110,20 +110,20 @@ class Uploads:
         weights: The weight of each client in means.
         reductions: The reduction of each entry.
         values: The entries, each of shape (clients, ...): states, or updates if ``are_updates``.
-        origins: Value of each entry from which updates are measured: `Reduction.empty_upload` of the server state with
-            which the client started. The value has the shape of one client's value. The shape is (clients, ...) if
-            clients started with different states.
+        origins: For each entry, the value that is subtracted from a client's value to get the update:
+            `Reduction.empty_upload` of the state with which the client started. The value has the shape of one client's
+            value, or the shape (clients, ...) if clients started with different states.
         are_updates: Whether ``values`` are updates, which are values minus origins.
         client_states: The state of each client at the start of the round, by section.
 
     Attributes:
-        codes: Entries that are sent encoded. They are not in ``values``.
+        codes: Encoded entries, by name. These entries are not in ``values``.
         messages: Messages of clients to methods, in addition to the entries. Each section name of a method maps to a
             list with a dict of tensors for each client.
-        unchanged: Names of the entries that each client omits, because they equal the state that the server sent.
+        unchanged: For each client, the names of the entries that are not sent, because they equal the server's state.
         memories: New states of transforms. Each section name maps to a list with a dict of tensors for each client.
-            They replace the previous client states when the server has accepted the upload.
-        exchanged: Tensors that each client keeps from the messages of transforms until the round ends. See `Exchange`.
+            When the server has accepted an upload, these states replace the client's previous states.
+        exchanged: For each client, the tensors from messages of transforms that are kept until the round ends.
     """
 
     def __init__(
@@ -153,13 +153,13 @@ class Uploads:
         return [*self.values, *self.codes]
 
     def update(self, name: str) -> Tensor:
-        """Return the updates of an entry as the server decodes them, shape (clients, ...)."""
+        """Return the updates of an entry, shape (clients, ...). Encoded updates are decoded."""
         if name in self.codes:
             return self.codes[name].decoded()
         return self.values[name] if self.are_updates else difference(self.values[name], self.origins[name])
 
     def state(self, name: str) -> Tensor:
-        """Return the clients' values of an entry that is not encoded, shape (clients, ...)."""
+        """Return the clients' states of an entry that is not encoded, shape (clients, ...)."""
         value = self.values[name]
         if not self.are_updates:
             return value
@@ -197,12 +197,12 @@ class Uploads:
             ]
 
     def tensors(self) -> State:
-        """Return all entries, each of shape (clients, ...). The tensors of an encoded entry are ``NAME/TENSOR``."""
+        """Return all entries, each of shape (clients, ...). Each tensor of an encoded entry has the name ``NAME/TENSOR``."""
         coded = {f"{name}/{part}": value for name, code in self.codes.items() for part, value in code.tensors.items()}
         return {**self.values, **coded}
 
     def client_tensors(self, row: int) -> State:
-        """Return the packed tensors that one client sends, by name. The size of the upload is their total size."""
+        """Return the packed tensors that one client sends, by name. The upload size is the total size of these tensors."""
         state = {
             name: self.reductions[name].pack(value[row])
             for name, value in self.values.items()
@@ -237,7 +237,7 @@ class Uploads:
 
 @dataclass
 class Sums:
-    """The sums of a round, before the division by the denominators.
+    """The sums of a round's updates, before each sum is divided by its denominator.
 
     Args:
         values: For each entry, the sum of the clients' updates. If the entry's reduction is ``weighted``, each update
@@ -260,7 +260,7 @@ class Exchange:
 
     Args:
         clients: The clients.
-        answers: Function that sends questions and returns the answers of the clients, see `ask`.
+        answers: Function that sends questions and returns the answers of the clients. `ask` calls this function.
     """
 
     def __init__(self, clients: Sequence[str], answers: Callable[[Mapping[str, State]], Mapping[str, State]]) -> None:
@@ -279,8 +279,8 @@ class UploadTransform:
     """A step that changes uploads on the clients, or that changes uploads, sums or the aggregate on the server.
 
     Override the functions that you need. `encode`, `decode`, `on_sum` and `on_aggregate` change an argument in place.
-    Simulations and deployments call the same functions. Store client state in ``uploads.memories``. The server saves it
-    if it accepts the upload.
+    Simulations and deployments call the same functions. Store client state in ``uploads.memories``. The server saves
+    this client state if it accepts the upload.
 
     Example:
         >>> class Halved(UploadTransform):
@@ -292,7 +292,7 @@ class UploadTransform:
     """
 
     stage: ClassVar[Stage]
-    """The position in a list of transforms."""
+    """The position of the transform in a list of transforms."""
 
     needs_updates: ClassVar[bool] = False
     """Whether clients send updates (the value minus the value at the start of the round) in place of states."""
@@ -334,7 +334,7 @@ class UploadTransform:
         """Exchange messages with the clients whose uploads were accepted."""
 
     def decode(self, uploads: Uploads) -> None:
-        """Change uploads on the server, after it has received them."""
+        """Change received uploads on the server."""
 
     def make_accumulator(self) -> Accumulator:
         """Return a new accumulator that adds the encoded tensors of all entries in a round. See ``sums_only``."""
@@ -360,7 +360,7 @@ class UploadTransform:
         """Restore the state that `state_dict` returned."""
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return the arguments, for checkpoints."""
+        """Return the arguments, which a checkpoint must match to be resumed."""
         return {"class": type(self).__name__, **{n: v for n, v in vars(self).items() if not n.startswith("_")}}
 
 
