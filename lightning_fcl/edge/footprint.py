@@ -2,9 +2,9 @@
 
 M_T is the trained part of a module on a device, and M_F is the frozen part (Kröger et al. 2025, "On-Device Federated
 Continual Learning on RISC-V-based Ultra-Low-Power SoC for Intelligent Nano-Drone Swarms"). A parameter is trained if it
-requires a gradient, and its reduction does not make it constant or only downloaded. M_T of a reservoir is the readout.
-M_F computes in int8, with 1 byte per weight and activation. Biases and scales of M_F are fp32. M_T, and each layer after
-M_T, compute in fp32, with 4 bytes per number.
+requires a gradient, and its reduction is not `constant` or `download_only`. M_T of a reservoir is the readout.
+M_F computes in int8, with 1 byte per weight and activation. Biases and scales of M_F are fp32. M_T, and each layer
+after M_T, compute in fp32, with 4 bytes per number.
 
 A batch normalization after a convolution or linear layer counts as folded into this layer if both are frozen or both
 are trained. The folded layer has one bias per channel.

@@ -85,7 +85,7 @@ class LayerRecorder:
         self._makers: list[tuple[Tensor, str, nn.Module]] = []
 
     def run(self, sample: Tensor) -> int:
-        """Run the forward pass, and the backward pass if an output requires a gradient. Return the latter's MACs."""
+        """Run the forward pass, and the backward pass if an output requires a gradient. Return the backward MACs."""
         leaves = {name: part for name, part in self.module.named_modules() if not list(part.children())}
         handles = []
         for name, leaf in leaves.items():

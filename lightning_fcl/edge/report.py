@@ -2,8 +2,8 @@
 
 The modules `footprint` and `macs` define the counted quantities and their units. The file profiles.yaml contains the
 measurements on devices, and the assumptions for estimates of other models. The frozen part M_F is computed again for
-each sample and epoch. The estimate excludes the computation and memory of callbacks, such as a teacher's forward pass or a replay
-buffer. It also excludes the memory of the data, of inputs that skip connections store, and of the program itself.
+each sample and epoch. The estimate excludes the computation and memory of callbacks, such as a teacher's forward pass
+or a replay buffer. It also excludes the memory of the data, of inputs that skip connections store, and of the program.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class AddsClientGroups(Protocol):
     """An `Accumulator` that accepts the weighted sums of vectorized clients in place of their uploads."""
 
     def update_group(self, values: Mapping[str, Tensor], sums: GroupSums, weights: Sequence[float]) -> None:
-        """Add uploads, shape (clients, ...). For each entry in ``sums``, add this weighted sum in place of the uploads."""
+        """Add uploads, shape (clients, ...). For entries in ``sums``, add the weighted sums in place of the uploads."""
 
 
 @runtime_checkable

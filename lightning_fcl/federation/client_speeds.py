@@ -176,7 +176,7 @@ class ClientSpeeds:
         return whole * _factor(self.variation, seed, "speed", "round", client, round_idx) if self.variation else whole
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return the values that a checkpoint must match to be resumed. The explicit values are included as one hash."""
+        """Return the values that a checkpoint must match to be resumed. Explicit values are included as one hash."""
         digest = (
             hashlib.sha256(json.dumps(self.per_client, sort_keys=True).encode()).hexdigest()[:16]
             if self.per_client

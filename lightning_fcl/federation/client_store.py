@@ -37,8 +37,8 @@ PROGRESS = "progress"
 WITHIN, SENT, SENDING = "/within", "/sent", "/sending"
 """Suffixes of section names. These sections contain a method's state during the current experience.
 
-Section ``NAME/within`` exists if section ``NAME`` contains the method's result for the experience. ``NAME/within`` then
-contains the state before the result was computed, from which the client continues in further rounds of the experience.
+If a method computes a result for an experience, section ``NAME`` contains this result. ``NAME/within`` contains the
+state before the result, from which the client continues in further rounds of the same experience.
 
 ``SENT``: the contribution of the client's accepted uploads to the sums of the experience. ``SENDING``: this
 contribution including the latest upload. ``SENDING`` replaces ``SENT`` if the server accepted the latest upload.

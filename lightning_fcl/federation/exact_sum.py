@@ -75,7 +75,7 @@ class ExactSum:
         self._pieces = [ExactChunk(size, self._device) for size in sizes]
 
     def add(self, values: Tensor, weights: ExactWeights | None = None) -> None:
-        """Add the uploads of several clients, shape (clients, ...), each multiplied by the client's weight (default 1)."""
+        """Add the uploads of several clients, shape (clients, ...), each multiplied by its weight (default: 1)."""
         weights = weights or ExactWeights([1.0] * len(values))
         rows = (torch.view_as_real(values) if self._complex else values).detach().to(self._device)
         rows = rows.reshape(len(values), self.size)
@@ -326,7 +326,7 @@ def weighted_sum(values: Tensor, weights: Sequence[float]) -> tuple[Tensor, floa
 
 
 def round_to(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``value`` converted to ``dtype``. For an integer dtype, the value is first rounded to the nearest integer."""
+    """Return ``value`` converted to ``dtype``. For an integer dtype, it is first rounded to the nearest integer."""
     return value.to(dtype) if dtype.is_floating_point or dtype.is_complex else value.round().to(dtype)
 
 

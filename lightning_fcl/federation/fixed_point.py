@@ -14,7 +14,7 @@ from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.ranks import Ranks
 
 Digits = dict[int, Tensor]
-"""Tensors of integers, by the exponent of their unit. They represent the sum of all ``2.0**exponent * digits[exponent]``."""
+"""Integers by the exponent of their unit. The dictionary represents the sum of ``2.0**exponent * digits[exponent]``."""
 
 IntegerScale = tuple[int, int]
 """Exponent of a unit 2^exponent, and the maximum absolute value of the integers in this unit."""
@@ -198,7 +198,7 @@ class ExactChunk:
         return _carry(self._digits, *(limb.digits() for limb in self._limbs))
 
     def scale(self) -> IntegerScale | None:
-        """Return the exponent of the unit and the bound of the sum's integers, or None if the sum needs several limbs."""
+        """Return the unit's exponent and the bound of the sum's integers, or None if the sum needs several limbs."""
         if self._digits or len(self._limbs) > 1:
             return None
         return (self._limbs[0].exponent, self._limbs[0].bound) if self._limbs else (0, 0)

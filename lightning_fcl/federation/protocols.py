@@ -1,8 +1,8 @@
 """Protocols: typed contracts between the parts of a federation.
 
 Most protocols describe optional functions of a module, in addition to Lightning's `training_step`. The library checks
-for these functions, for example with ``isinstance(module, HasSampleLoss)``. A user's module can use the same names with different
-meanings. Therefore a module implements a subclass of `FederatedModule` only if it has the attribute
+for these functions, for example with ``isinstance(module, HasSampleLoss)``. A user's module can use the same names with
+different meanings. Therefore a module implements a subclass of `FederatedModule` only if it has the attribute
 ``lightning_fcl_protocols``. The protocols of local training are in `lightning_fcl.federation.local_trainer`.
 """
 

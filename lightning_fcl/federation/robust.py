@@ -83,7 +83,7 @@ def _nearest(pieces: Iterable[Tensor], byzantine: int) -> int:
 
 
 def _pieces(rows: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield stacked columns of an entry's uploads, shape (clients, elements). Only a part of the uploads is copied at once."""
+    """Yield parts of an entry's uploads, shape (clients, elements), so that the uploads are never copied as a whole."""
     size = max(1, _NUMBERS // len(rows))
     yield from map(torch.stack, zip(*(torch.split(row.flatten(), size) for row in rows), strict=True))
 

@@ -32,7 +32,7 @@ class SentOnce:
     def begin_round(
         self, extra: Mapping[str, tuple[Tensor, object]], state: State, reductions: Mapping[str, Reduction]
     ) -> None:
-        """Find the entries that clients download only once and whose value is still the initial value.
+        """Find the extra entries that clients download only once and that still have the initial value.
 
         These entries are not sent, because clients compute the initial values from the downloaded model.
         """
@@ -61,7 +61,7 @@ class SentOnce:
         return sum(self.sizes[name] for name in self.received_names(client))
 
     def note(self, record: RoundRecord) -> None:
-        """Record that the clients that downloaded in a round have the entries. Dropped clients are not recorded."""
+        """Record that each client with a download in a round has the entries, except clients with dropped uploads."""
         if self.sizes:
             recipients = record.download_bytes.keys() - record.dropped.keys()
             self.received = {**self.received, **dict.fromkeys(recipients, tuple(self.sizes))}
@@ -75,5 +75,5 @@ class SentOnce:
 
 
 def kept_once(client_tensors: Mapping[str, Tensor], reductions: Mapping[str, Reduction]) -> State:
-    """Return the entries that a client downloads only once and keeps."""
+    """Return the tensors of a client that have a reduction with ``once``. The client keeps these tensors."""
     return {name: value for name, value in client_tensors.items() if name in reductions and reductions[name].once}

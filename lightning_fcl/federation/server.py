@@ -148,7 +148,7 @@ class FederatedServer:
 
         Args:
             module: The module. If it has a ``reductions`` attribute, the attribute defines the reductions of the
-                module's entries. It is read again in each round.
+                module's entries. The attribute is read again in each round.
             rules: Reductions by pattern, which override the reductions of the module.
             extra_tensors: Entries in addition to the module's entries. Clients download and upload these entries too.
                 The server keeps their values between rounds, in the attribute ``extra_tensors``. A given value is used
@@ -188,7 +188,7 @@ class FederatedServer:
         self._offer(self.state)
 
     def _find_frozen(self, module: nn.Module) -> None:
-        """Find the frozen parameters that a round may aggregate, and those that no device needs to download."""
+        """Find the frozen parameters that a round may aggregate, and those that devices have already downloaded."""
         self._frozen = frozen_parameters(module, self.reductions)
         if self._published is None:
             untouched_names, self._untouched = self._frozen if self._untouched is None else self._untouched, None
@@ -202,7 +202,7 @@ class FederatedServer:
         self.state.update(self._published)
 
     def _offer(self, state: State) -> None:
-        """Set the state that clients download from now on."""
+        """Set the server's state. Later calls of `download` return this state."""
         self.state = state
         self._start = {name: self.reductions[name].initial_value(value) for name, value in state.items()}
         download_state = {name: value for name, value in state.items() if self.reductions[name].is_downloaded}
@@ -415,15 +415,15 @@ class FederatedServer:
             (transform.after_upload if is_after_upload else transform.before_upload)(messages)
 
     def adjust(self, uploads: Uploads) -> bool:
-        """Correct uploads of clients that started from an older server state. Return whether any was corrected."""
+        """Correct uploads of clients that started from an older server state. Return whether an upload changed."""
         return False
 
     def _origins(self, clients: Sequence[str]) -> State:
-        """Return the values from which updates are measured, see `Uploads`."""
+        """Return the value of each uploaded entry that is subtracted to get an update, see ``origins`` of `Uploads`."""
         return {name: of.empty_upload(self.state[name]) for name, of in self.reductions.items() if of.is_uploaded}
 
     def _check_decoded(self, uploads: Uploads) -> tuple[list[bool], list[str]]:
-        """Drop clients with non-finite decoded uploads. Return the same as `drop_non_finite`."""
+        """Drop clients with non-finite decoded uploads. Return values as `drop_non_finite` does."""
         if not uploads.are_updates:
             return self.drop_non_finite(uploads.clients, uploads.values, {})
         faults: dict[int, list[str]] = {}
@@ -438,7 +438,7 @@ class FederatedServer:
     def drop_non_finite(
         self, client_rounds: ClientRounds, states: Mapping[str, Tensor], sums: GroupSums
     ) -> tuple[list[bool], list[str]]:
-        """Drop clients with non-finite numbers.
+        """Drop the uploads of clients with non-finite numbers.
 
         Returns:
             A flag for each client (True: all numbers are finite), and the names of the uploaded entries in which the
@@ -458,7 +458,7 @@ class FederatedServer:
                 unchanged.add(name)
 
     def _drop(self, client_round: ClientRound, at_fault: Sequence[str]) -> None:
-        """Drop an upload. Also delete the client's unsent entries, because they would make later uploads non-finite."""
+        """Drop an upload, and delete the client's unsent entries, which would make later uploads non-finite."""
         client, client_state = client_round.client_id, self.client_store[client_round.client_id]
         if RESIDUAL_SECTION in client_state:
             self.client_store[client] = {
@@ -509,7 +509,7 @@ class FederatedServer:
         """Aggregate the uploads and return the new server state.
 
         Raises:
-            InvalidValueError: If an entry becomes non-finite, or the state changes by more than ``max_update_norm``.
+            InvalidValueError: If an entry becomes non-finite, or the change of the state exceeds ``max_update_norm``.
         """
         # Frozen parameters that no client changed stay bitwise identical.
         frozen = {name: self.state[name] for name in self._frozen if name not in self._changed}

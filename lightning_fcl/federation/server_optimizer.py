@@ -174,7 +174,7 @@ def load_optimizer_state(optimizer: Optimizer, state: StateSection) -> None:
 
 
 def with_parameters(optimizer: Optimizer, twins: Mapping[int, nn.Parameter]) -> Optimizer:
-    """Return a new optimizer with the same settings. ``twins`` maps the `id` of each old parameter to the new parameter.
+    """Return a new optimizer with equal settings. ``twins`` maps the `id` of each old parameter to the new parameter.
 
     Parameters that are not in ``twins`` are left out.
     """

@@ -143,7 +143,7 @@ class Deadline(Synchronization):
     """Synchronous rounds with a deadline (Bonawitz et al., 2019, section 2.2).
 
     A round ends when ``target_uploads`` uploads have arrived, or at the deadline. The uploads that have arrived by then
-    count. All other sampled clients are late, and are treated like clients that were not sampled. If no upload arrives
+    count, at most ``target_uploads``. All other sampled clients are late, and are treated like clients that were not sampled. If no upload arrives
     before the deadline, the round waits for the first upload. Sample more clients than ``target_uploads`` (1.3 times as
     many in the paper), so that the round does not wait for the slowest clients.
 
@@ -206,6 +206,7 @@ def count_sampled_clients(participation: float | int, num_clients: int) -> int:
     """Return the number of clients to sample per round, at least 1.
 
     ``participation`` is a fraction of all clients (float), or a number of clients (int), which is returned unchanged.
+
     Example:
         >>> count_sampled_clients(0.25, 10), count_sampled_clients(0.01, 10), count_sampled_clients(4, 10)
         (3, 1, 4)

@@ -5,7 +5,7 @@ server keeps for a method, and the messages of methods. If several clients train
 tensors of all these clients. The steps are identical in a simulation and on a node of a deployment:
 
 =======================  ====================================================================================
-Place                    Step
+Where                    Step
 =======================  ====================================================================================
 client                   `UploadTransform.encode` of each transform, first to last; then the bytes are counted
 server, each upload      `UploadTransform.decode`, last to first; check for non-finite values; sum
@@ -197,12 +197,12 @@ class Uploads:
             ]
 
     def tensors(self) -> State:
-        """Return all entries, each of shape (clients, ...). Each tensor of an encoded entry has the name ``NAME/TENSOR``."""
+        """Return all entries, each of shape (clients, ...). Tensors of an encoded entry are named ``NAME/TENSOR``."""
         coded = {f"{name}/{part}": value for name, code in self.codes.items() for part, value in code.tensors.items()}
         return {**self.values, **coded}
 
     def client_tensors(self, row: int) -> State:
-        """Return the packed tensors that one client sends, by name. The upload size is the total size of these tensors."""
+        """Return the packed tensors that one client sends, by name. Their total size is the size of the upload."""
         state = {
             name: self.reductions[name].pack(value[row])
             for name, value in self.values.items()

@@ -21,11 +21,11 @@ _NUMBERS = 2**17
 _RELATIVE, _ABSOLUTE = 1e-5, 1e-6
 
 RowFunction = Callable[[Tensor, Tensor], Tensor]
-"""``function(output, y)``: a tensor with a row for each sample."""
+"""A function ``function(output, y)`` that returns a tensor with a row for each sample."""
 
 
 class Composition(Enum):
-    """The composition of the targets of a batch. The value is the fraction of targets that are the first class."""
+    """The composition of a batch's targets. A number is the fraction of targets that are set to the first class."""
 
     EACH = None  # all classes in order, repeated from the first class
     DRAWN = 0.0
@@ -54,7 +54,7 @@ class Drawer:
         self._in_range = False
 
     def targets(self, composition: Composition, rows: int | None = None) -> Tensor:
-        """Return targets, shape (rows, ...)."""
+        """Return targets of a composition, shape (rows, ...)."""
         shape = (rows or self.rows, *self._shape)
         if composition.value is None:
             indices = torch.arange(int(np.prod(shape))).view(shape) % len(self._pool)
@@ -72,7 +72,7 @@ class Drawer:
         return scale * torch.randn(shape, generator=self._generator).to(self._output)
 
     def fit_range_of(self, function: RowFunction) -> None:
-        """Use the range of the module's outputs from now on if the function rejects other outputs, as BCE does."""
+        """Let later calls of `outputs` use the range of the module's outputs if ``function`` rejects other outputs."""
         try:
             function(self.outputs(), self.targets(Composition.EACH))
         except (ValueError, RuntimeError):
@@ -134,7 +134,7 @@ def has_independent_outputs(forward: Callable[[Tensor], Tensor], x: Tensor) -> b
 
 
 def is_close(actual: Tensor, expected: Tensor) -> bool:
-    """Return whether two tensors are equal up to rounding: the norm of their difference is below a tolerance."""
+    """Return whether two tensors are equal up to rounding: the norm of the difference is at most a tolerance."""
     if actual.shape != expected.shape:
         return False
     actual, expected = actual.detach(), expected.detach()

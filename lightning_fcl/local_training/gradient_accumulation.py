@@ -70,7 +70,7 @@ class GradientAccumulation:
         self._steps_within = False
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
-        """Start some clients. The first clients of a round save groups and schedules. Later clients restore them."""
+        """Prepare for the next clients: save optimizer groups and schedules (first call in a round) or restore them."""
         self._batches = self._steps = 0
         self._before_hooks = None
         self._sums.clear()
@@ -141,7 +141,7 @@ class GradientAccumulation:
     def accumulate(
         self, optimizer: Optimizer, closure: Callable[[], object], active: int, last: bool
     ) -> Callable[[], object]:
-        """Return a closure for the next batch. It accumulates gradients, and averages them at the end of a group.
+        """Return a closure for the next batch, which accumulates gradients and averages them at the end of a group.
 
         Args:
             optimizer: The optimizer in use.
@@ -222,7 +222,8 @@ def count_client_batches(trainer: L.Trainer) -> int | float:
     """Return the number of batches of the current client over its local epochs. `batch_idx` stays below this number.
 
     In the module's hooks and in users' callbacks, this number equals `trainer.num_training_batches`. In a vectorized
-    step, it is the maximum over the clients of the step. In a plain Trainer, it is `trainer.num_training_batches`.
+    step, the function returns the maximum over the clients of the step. In a plain Trainer, it returns
+    `trainer.num_training_batches`.
 
     Args:
         trainer: The Trainer.

@@ -62,14 +62,14 @@ class MetricUpdate:
 
 
 class _BatchValue:
-    """The result of calling a metric in a vectorized step. It has no value, and each use raises ObstacleError."""
+    """The result of calling a metric in a vectorized step. It has no value, and reading an attribute raises ObstacleError."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise ObstacleError(Reason.METRIC)
 
 
 class LogRecorder:
-    """Replaces a module's `log`, its metrics and its `update_train_loss` (if it exists) while a step runs.
+    """A recorder that replaces a module's `log`, metrics and (if defined) `update_train_loss` while a step runs.
 
     Args:
         module: The module.

@@ -39,7 +39,7 @@ def step_counts(trainer: L.Trainer) -> list[Count]:
 
 @contextmanager
 def counting(trainer: L.Trainer, step: int, batches: int) -> Iterator[None]:
-    """Temporarily set the counters to a step in a client's round, for automatic optimization.
+    """Temporarily set Lightning's counters to a step in a client's round.
 
     Args:
         trainer: The Trainer.

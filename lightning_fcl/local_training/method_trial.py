@@ -62,7 +62,7 @@ class _Inputs:
     """Inputs of a vectorized step with two clients.
 
     Args:
-        parts: The clients' parts in the round.
+        parts: The `ClientRound` of each client.
         states: The clients' states.
         memories: The clients' method states.
         server: The state that the clients have downloaded, including the method's entries on the server.
@@ -133,7 +133,7 @@ class _MethodTrial:
         self._why = without_call(module) if self._output is None else None
 
     def _forward(self) -> Tensor | None:
-        """Return the module's output for the batch. Return None if it is not a tensor with one row per sample."""
+        """Return the module's output for the batch, or None if the output is not a tensor with one row per sample."""
         if not is_labelled(self._batch):
             return None
         try:
@@ -183,7 +183,7 @@ class _MethodTrial:
     # The input of the trial.
 
     def _inputs(self, method: MethodBase) -> Iterator[_Inputs]:
-        """Yield inputs with random batches. The method states are those of a first and of a later round, and random."""
+        """Yield inputs with random batches. The method states are from a first round, from a later round, or random."""
         for composition in _COMPOSITIONS:
             batches, outputs = self._batches(composition)
             parts = [self._part(name, batch) for name, batch in zip(_NAMES, batches, strict=True)]
@@ -208,7 +208,7 @@ class _MethodTrial:
             yield replace(inputs, memories=random_memories, server={**server, **self._drawn(server_entries)})
 
     def _later(self, method: MethodBase, inputs: _Inputs) -> _Inputs | None:
-        """Return the inputs in a later experience. Return None if the method does nothing at the end of a round."""
+        """Return the inputs in a later experience, or None if the method updates no state or an update fails."""
         if not (overrides_hook(method, "update_client_state") or overrides_hook(method, "end_experience")):
             return None
         parts = [
@@ -232,7 +232,7 @@ class _MethodTrial:
         return replace(inputs, parts=parts, memories=memories)
 
     def _batches(self, composition: Composition) -> tuple[list[Batch], list[Tensor]]:
-        """Return two batches with random targets, and random outputs for both batches, one of each per client."""
+        """Return a batch with random targets for each client, and random outputs for each batch."""
         if not is_labelled(self._batch):
             return [self._batch] * len(_NAMES), [torch.zeros((), device=self._device)] * len(_NAMES)
         x, y = self._batch
@@ -243,7 +243,7 @@ class _MethodTrial:
         return batches, [drawer.outputs(_SCALE, len(y)) for _ in _NAMES]
 
     def _part(self, client: str, batch: Batch) -> ClientRound:
-        """Return a client's part in a round of the second experience. The upper half of the classes is new."""
+        """Return a `ClientRound` of the second experience. The upper half of the classes is new."""
         half, classes, samples = self._num_classes // 2, range(self._num_classes), 0
         labels = torch.empty(0, dtype=torch.long)
         if is_labelled(batch):
@@ -254,7 +254,7 @@ class _MethodTrial:
         return ClientRound(client, 1, 1, labels, len(classes), False, samples, new_classes=new, old_classes=old)
 
     def _drawn(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the state with noise added to floats. Boolean masks become random, about half of them True."""
+        """Return a state with noise added to floats. Boolean tensors become random, with about half True."""
         random_values = {}
         for name, value in state.items():
             numbers = torch.rand(value.shape, generator=self._generator).to(value.device)

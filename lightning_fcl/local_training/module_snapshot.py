@@ -1,4 +1,4 @@
-"""Snapshots of attributes of a module and its optimizers. They are restored for each client of a round."""
+"""Snapshots of attributes of a module and its optimizers, which are restored for each client of a round."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class ModuleSnapshot:
     other clients. After each round, the list contains the items of all clients and of earlier rounds.
 
     Args:
-        module: The module. Its `state_tensors` are not part of the snapshot.
-        optimizers: The module's optimizers. Their states and groups are not part of the snapshot.
+        module: The module. The module's `state_tensors` are not part of the snapshot.
+        optimizers: The module's optimizers. Optimizer states and groups are not part of the snapshot.
         extra_objects: Other objects that are not part of the snapshot, such as schedulers.
         previous_snapshot: The snapshot of the previous round, which contains the records of earlier rounds.
         carried: State outside the module that is restored for each client too.
@@ -100,7 +100,7 @@ class ModuleSnapshot:
         self.expose_last_client()
 
     def finalize(self) -> None:
-        """Restore the snapshot after the last hook of the last client. Do this only once in a round.
+        """Restore the snapshot after the last hook of the last client. A second call in a round does nothing.
 
         The last client's changes are saved.
         """
@@ -110,7 +110,7 @@ class ModuleSnapshot:
             self._settled, self._shown = True, False
 
     def expose_last_client(self) -> None:
-        """Apply the last client's saved changes, so that hooks can read its attributes as in a plain Trainer."""
+        """Apply the last client's saved changes, so that hooks can read these attributes as in a plain Trainer."""
         for change in self._left:
             change.redo()
         self._shown = True

@@ -96,7 +96,7 @@ class _Cells(MutableMapping[str, Any]):
 
 
 class Outside:
-    """State outside a module that training can read. It is found through user code and the attributes of objects.
+    """State outside a module that training can read, found through user code and the attributes of objects.
 
     Args:
         module: The module.
@@ -104,7 +104,7 @@ class Outside:
         ignored: Ids of objects that are not inspected, such as the Trainer.
 
     Attributes:
-        names: The holders. The keys are the prefixes of their attributes' names.
+        names: The holders, by the prefix of the names of the holder's attributes.
         shared: Prefixes of the names of class attributes, function attributes and variables.
         functions: User functions that training can call, by the `id` of the function.
     """
@@ -135,7 +135,7 @@ class Outside:
         self.shared = [prefix for prefix, _ in self._roots]
 
     def _add_functions(self, classes: Mapping[type, None]) -> None:
-        """Add the variables and attributes that the functions use, and the attributes of the classes that they use."""
+        """Add the variables, attributes and class attributes that the functions use."""
         scopes: dict[int, tuple[ModuleType | str, dict[str, Any], set[str]]] = {}
         for function in self.functions.values():
             prefix = _prefix(function)
@@ -156,7 +156,7 @@ class Outside:
         ]
 
     def search(self, records: Mapping[int, ContainerValue] | None = None) -> Search:
-        """Return a search that contains the current values of the state."""
+        """Return a `Search` that contains the current values of the state."""
         state_search = Search(self._ignored, records=records, metrics=True)
         for path, submodule in self._module.named_modules():
             state_search.look(_metrics_in(path, submodule))
@@ -259,7 +259,7 @@ class Carried:
 
 
 class ClientMetric:
-    """A metric that training reads. It is reset for each client, and merged over the clients of a round.
+    """A metric that is reset for each client. At the end of a round, the updates of all clients are merged.
 
     Args:
         metric: The metric.
@@ -272,7 +272,7 @@ class ClientMetric:
         self._open = False  # whether a client is training
 
     def begin(self) -> None:
-        """Reset the metric for a client."""
+        """Reset the metric for the next client, and save the updates of earlier clients."""
         self._close()
         self._earlier = _copied(self._metric) if self._updates else None
         self._metric.reset()

@@ -33,7 +33,7 @@ from lightning_fcl.validation import format_code_names
 
 
 class SequentialTrainer:
-    """Trains one client at a time. Supports any LightningModule and all hooks that Lightning calls around a step.
+    """A trainer of one client at a time, for any LightningModule and all hooks that Lightning calls around a step.
 
     Args:
         module: The module.
@@ -69,7 +69,7 @@ class SequentialTrainer:
         self._draws = True
 
     def with_methods(self, methods: Sequence[MethodBase]) -> SequentialTrainer:
-        """Return a trainer with different methods. It keeps no optimizer state."""
+        """Return a trainer with different methods. The new trainer keeps no optimizer state."""
         return SequentialTrainer(self._module, methods, self._optimizers, False, self._seed, self._step)
 
     def start(
@@ -150,7 +150,7 @@ class SequentialTrainer:
 def reraise_batchnorm_error(error: ValueError, client_round: ClientRound) -> None:
     """Raise InvalidValueError with the client's name if batch normalization failed on a batch of one sample.
 
-    A trial before the first round finds most of these modules. It cannot find a module whose step fails in the trial.
+    A trial before the first round finds most of these modules. The trial does not find a module whose step fails in it.
     """
     if match_error(error, LibraryError.ONE_SAMPLE):
         raise InvalidValueError(

@@ -1,4 +1,4 @@
-"""Trial of a module on a batch of one sample. A module with batch normalization, for example, cannot train on it."""
+"""Trial of a module on a batch of one sample. For example, batch normalization cannot train on such a batch."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _Step = Callable[[L.LightningModule, Batch], Iterable[Tensor]]
 def why_not_single_sample(
     module: L.LightningModule, optimizers: Sequence[Optimizer], stream: FederatedStream
 ) -> str | None:
-    """Return why a module cannot train on a batch of one sample. Return None if it can, or if the trial cannot decide.
+    """Return why a module cannot train on a batch of one sample, or None if it can, or if the trial cannot decide.
 
     A copy of the module takes one training step on two samples. Another copy takes one step on the first sample only.
-    If the step fails on two samples (for example, because it needs attributes that hooks set), the trial calls
+    If the step fails on two samples (for example, because the step needs attributes that hooks set), the trial calls
     `forward` instead of the step. If `forward` also fails on two samples, the function returns None.
 
     Args:
@@ -110,7 +110,7 @@ def _forward(module: L.LightningModule, batch: Batch) -> list[Tensor]:
 
 
 def _copied(module: L.LightningModule, optimizers: Sequence[Optimizer]) -> L.LightningModule:
-    """Return a copy of a module in the training mode of local training, with copied optimizers if it needs any."""
+    """Return a copy of a module in training mode. With manual optimization, the copy has copied optimizers."""
     module_copy = copy_module(module)
     if any(method.needs.features for method in get_methods(module.trainer)):
         for _, layer in frozen_layers(module_copy):

@@ -36,10 +36,11 @@ from lightning_fcl.methods.replay_samples import DrawnSamples
 
 
 class StackedTrainer(ABC):
-    """Trains copies of one module for several clients. Each tensor has shape (clients, ...). Subclasses define a step.
+    """A trainer of copies of one module, one copy per client. Each tensor has shape (clients, ...).
 
+    Subclasses define the training step.
     Args:
-        module: The module. Its parameters are not changed.
+        module: The module. The parameters of this module are not changed.
         methods: Methods of the module's Trainer.
         optimizer: Optimizer of the module. The stacked optimizer has the same class and options.
         num_vectorized_clients: Number of clients in a vectorized step.
@@ -99,7 +100,10 @@ class StackedTrainer(ABC):
         self._begin_methods(clients)
 
     def _parameters(self, clients: int) -> tuple[dict[str, nn.Parameter], Optimizer]:
-        """Return stacked parameters with the downloaded values, and their optimizer. Both are reused if possible."""
+        """Return stacked parameters with the downloaded values, and an optimizer of these parameters.
+
+        Both are reused from an earlier call if the number of clients, the names and the shapes are equal.
+        """
         learning = trainable_parameters(self._module)
         values = {name: value for name, value in self._received.items() if name in learning}
         params, optimizer = self._made.get(clients, ({}, self._template))
@@ -135,7 +139,7 @@ class StackedTrainer(ABC):
 
     @abstractmethod
     def training_step(self, batch: Batch, batch_idx: int | None, weight: Tensor | None) -> Tensor | None:
-        """Return the sum of the clients' losses."""
+        """Return the sum of the clients' losses, or None if there is no loss."""
 
     @abstractmethod
     def gradients(self, loss: Tensor) -> Sequence[Tensor | None]:
@@ -302,9 +306,9 @@ def _check_alike(method: MethodBase, clients: Sequence[ClientRound], memories: S
 
 
 def stack_common(rows: Sequence[StateSection]) -> StateSection:
-    """Return the method states of several clients as one stacked state. It contains only tensors with equal shapes.
+    """Return the method states of several clients as one stacked state, with only the tensors that have equal shapes.
 
-    Replay samples are added to a step by `DrawnSamples` and `JoiningSamples`, because their number differs by client.
+    `DrawnSamples` and `JoiningSamples` add replay samples to a step, because the number of samples differs by client.
     """
     common = [name for name in rows[0] if all(name in row and row[name].shape == rows[0][name].shape for row in rows)]
     return {name: torch.stack([row[name] for row in rows]) for name in common}

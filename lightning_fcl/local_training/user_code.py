@@ -1,4 +1,4 @@
-"""Analysis of the user code in a training step: its functions, the names it uses, and whether a trial can run it."""
+"""Analysis of user code in a training step: functions, the names in functions, and whether a trial can run them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def is_users(kind: type | ModuleType | FunctionType) -> bool:
 
 
 def user_classes(kind: type) -> list[type]:
-    """Return a class and its parents, if they are user code."""
+    """Return the classes that are user code: from a class and its parents."""
     return [one for one in kind.__mro__ if is_users(one)]
 
 
@@ -65,7 +65,7 @@ def functions_in(kind: type) -> dict[str, FunctionType]:
 
 
 def _function(value: object) -> FunctionType | None:
-    """Return the function behind a method, a property or a decorated function."""
+    """Return the function behind a method, a property or a decorated function, or None if it is not user code."""
     if isinstance(value, property):
         value = value.fget
     elif isinstance(value, functools.cached_property | functools.partial):
@@ -137,7 +137,7 @@ def closure_of(function: FunctionType) -> dict[str, Any]:
 
 
 def outward(functions: Iterable[FunctionType]) -> str | None:
-    """Return a name that some functions use to write files or communicate with other processes, or None."""
+    """Return a name in the functions that indicates writing of files or communication between processes, or None."""
     used_names = {name for function in functions for name in names_in(function.__code__)}
     return min(used_names & _OUTWARD, default=None)
 
@@ -145,7 +145,7 @@ def outward(functions: Iterable[FunctionType]) -> str | None:
 def can_change_steps(kind: type) -> bool:
     """Return whether the hooks of a callback may change a step.
 
-    They may change a step if a hook runs before the step is complete, or if a hook may write to other objects.
+    The hooks may change a step if a hook runs before the step is complete, or if a hook may write to other objects.
     """
     class_functions = functions_in(kind)
     hooks = [class_functions[name] for name in STEP_HOOKS if name in class_functions]

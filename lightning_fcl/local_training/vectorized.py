@@ -36,11 +36,11 @@ The first trace of a process takes about one second more.
 _KNOWN = ("torch.nn.modules.", "torchmetrics.", "lightning_fcl.")
 
 Step = Callable[[list[Tensor], list[Tensor], list[Tensor]], list[Any]]
-"""``step(params, rest, batch)``: a function that returns a list of tensors. A missing gradient is None."""
+"""A function ``step(params, rest, batch)`` that returns a list of tensors. A missing gradient is None."""
 
 
 class TracedStep:
-    """Traces a step after a number of calls, and then runs the trace if its result is bitwise identical to the step.
+    """A step that is traced after a number of calls. The trace replaces the step if its result is bitwise identical.
 
     The step may depend only on its tensors and their shapes. All other values are fixed when the step is traced. See
     `is_traceable`.
@@ -95,7 +95,7 @@ class TracedStep:
 
 
 def is_traceable(module: nn.Module) -> bool:
-    """Return whether a step depends only on tensors: the module and all submodules are of torch or of this library.
+    """Return whether the module and all submodules are of torch, torchmetrics or this library, and can be traced.
 
     Example:
         >>> is_traceable(nn.Sequential(nn.Linear(1, 1), nn.Dropout()))
@@ -105,7 +105,7 @@ def is_traceable(module: nn.Module) -> bool:
 
 
 class VectorizedTrainer(StackedTrainer):
-    """Trains copies of one module for several clients with `sample_loss`, on padded and stacked batches.
+    """A trainer of copies of one module for several clients with `sample_loss`, on padded and stacked batches.
 
     Batches of unequal size are padded. Clients without a further batch are not computed and do not change. The results
     equal those of sequential training, up to the rounding of batched matrix products.

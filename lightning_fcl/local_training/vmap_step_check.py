@@ -118,7 +118,7 @@ class _Trial:
         self._numbered = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
 
     def find_obstacle(self, methods: Sequence[MethodBase]) -> Obstacle | None:
-        """Return the obstacle, or None."""
+        """Return the obstacle to vectorizing the step or a method, or None."""
         outside_search = Outside(self._module).search()
         try:
             if obstacle := self._step_obstacle(outside_search):
@@ -194,7 +194,7 @@ class _Trial:
     def _beside(self, side_by_side: bool) -> tuple[list[list[_StepOutcome]], dict[str, Tensor]]:
         """Return the outcomes of both clients' vectorized steps, and the stacked states after the steps.
 
-        If ``side_by_side`` is False, the steps use one group for each client.
+        If ``side_by_side`` is False, each client forms a separate group, and the groups run sequentially.
         """
         load_state_tensors(self._module, self._state)
         number, device = len(_CLIENTS), self._module.device
@@ -252,7 +252,7 @@ def _refuse_logger() -> NoReturn:
 
 @contextmanager
 def _apart(module: L.LightningModule, optimizer: Optimizer) -> Iterator[None]:
-    """Temporarily replace the loggers by loggers that raise. Afterwards, restore the optimizer's groups."""
+    """Temporarily replace the loggers by loggers that raise. Afterwards, also restore the optimizer's groups."""
     trainer, groups = module.trainer, copy.deepcopy(group_values(optimizer))
     loggers = trainer.loggers
     trainer.loggers = [_NoLogger() for _ in loggers]

@@ -34,7 +34,7 @@ from lightning_fcl.validation import format_code_names
 
 
 class StepTrainer(StackedTrainer):
-    """Trains copies of one module for several clients, with the module's own `training_step` under `vmap`.
+    """A trainer of copies of one module for several clients, with the module's own `training_step` under `vmap`.
 
     Batches are not padded. In a step, clients whose batches have the same shape form a group. Each group is vectorized,
     and the groups run one after another. All groups contribute to one gradient and one optimizer step. Logged values
@@ -152,7 +152,7 @@ class StepTrainer(StackedTrainer):
         method_inputs: Mapping[str, Any],
         batch: Batch,
     ) -> tuple[Tensor, list[Any]]:
-        """Return one client's loss, and the values that it logs."""
+        """Return one client's loss, and the values that the client's step logs."""
         self._called = None
         prefixed_state = {f"{_OwnStep.prefix}{name}": value for name, value in (*params.items(), *rest.items())}
         with KeyedRandomness(key):
@@ -192,7 +192,7 @@ class StepTrainer(StackedTrainer):
         return self.reorder_gradients([gradient for _, gradient in self.param_gradients(loss)])
 
     def param_gradients(self, loss: Tensor) -> list[tuple[Tensor, Tensor | None]]:
-        """Return pairs of the clients' stacked parameter and the stacked gradient of this parameter."""
+        """Return each parameter, stacked over the clients, paired with the stacked gradient of this parameter."""
         leaves = [leaf for _, own in self._leaves for leaf in own]
         gradients = iter(torch.autograd.grad(loss, leaves, allow_unused=True))
         columns = [[(rows, next(gradients)) for _ in own] for rows, own in self._leaves]
@@ -200,7 +200,7 @@ class StepTrainer(StackedTrainer):
         return list(zip(self.params.values(), stacked_gradients, strict=True))
 
     def _gathered(self, parts: Sequence[tuple[Tensor, Tensor | None]]) -> Tensor | None:
-        """Return the stacked gradients of one parameter. The gradient is 0 for clients without a batch."""
+        """Return the stacked gradients of one parameter, or None. The gradient is 0 for clients without a batch."""
         client_gradients = [(rows, gradient) for rows, gradient in parts if gradient is not None]
         if not client_gradients or (len(parts) == 1 and len(parts[0][0]) == self.number):
             return parts[0][1]
