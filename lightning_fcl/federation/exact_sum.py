@@ -326,7 +326,7 @@ def weighted_sum(values: Tensor, weights: Sequence[float]) -> tuple[Tensor, floa
 
 
 def round_to(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``value`` converted to ``dtype``. For an integer dtype, it is first rounded to the nearest integer."""
+    """Return ``value`` converted to ``dtype``. For an integer dtype, first round to the nearest integer."""
     return value.to(dtype) if dtype.is_floating_point or dtype.is_complex else value.round().to(dtype)
 
 

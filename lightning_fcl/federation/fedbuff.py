@@ -74,9 +74,9 @@ class FedBuff(Synchronization):
     the number of server steps since the download (Algorithm 1).
 
     When an upload arrives, another client starts. Clients start in the random order of the round's client sampling. The
-    server's learning rate is set by ``server_optimizer``, such as ``SGD(lr=0.5)``. A client trains on its samples of
-    the round in which its upload arrives. Averaged entries that are not trained, such as buffers, are averaged without
-    the staleness factor.
+    server's learning rate is set by ``server_optimizer``, such as ``SGD(lr=0.5)``. A client trains on the
+    samples that it has in the round in which its upload arrives. Averaged entries that are not trained, such as
+    buffers, are averaged without the staleness factor.
 
     Args:
         speeds: Speeds of the clients.

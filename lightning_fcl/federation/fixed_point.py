@@ -46,7 +46,7 @@ class ExactWeights:
 
 
 class _Bench(threading.local):
-    """Temporary buffers of one thread. All chunks reuse them, because new memory for each chunk would be slower."""
+    """Temporary buffers of one thread. All chunks reuse these buffers, because new memory would be slower."""
 
     def __init__(self) -> None:
         self._halves = torch.empty(2, CHUNK_SIZE, dtype=torch.float64, device="cpu")

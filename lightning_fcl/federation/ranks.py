@@ -50,7 +50,7 @@ SINGLE_RANK = SingleRank()
 
 
 def gather_by_client(ranks: Ranks, local_values: Mapping[str, T], order: Sequence[str]) -> dict[str, T]:
-    """Return the values of all clients from all ranks as one dict. At most one rank may have a value of a client.
+    """Return the values of all clients from all ranks as one dict. At most one rank has a value for each client.
 
     With several ranks, the result contains only clients in ``order``, in this order.
     """

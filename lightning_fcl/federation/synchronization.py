@@ -143,9 +143,9 @@ class Deadline(Synchronization):
     """Synchronous rounds with a deadline (Bonawitz et al., 2019, section 2.2).
 
     A round ends when ``target_uploads`` uploads have arrived, or at the deadline. The uploads that have arrived by then
-    count, at most ``target_uploads``. All other sampled clients are late, and are treated like clients that were not sampled. If no upload arrives
-    before the deadline, the round waits for the first upload. Sample more clients than ``target_uploads`` (1.3 times as
-    many in the paper), so that the round does not wait for the slowest clients.
+    count, at most ``target_uploads``. All other sampled clients are late, and are treated like clients that were not
+    sampled. If no upload arrives before the deadline, the round waits for the first upload. Sample more clients than
+    ``target_uploads`` (1.3 times as many in the paper), so that the round does not wait for the slowest clients.
 
     Args:
         speeds: Speeds of the clients.
@@ -375,7 +375,7 @@ class Participation:
         return training or [next(clients[place] for place in order if clients[place] in present)], skipped
 
     def expected_clients(self, plan: Plan, round_idx: int) -> list[str]:
-        """Return the clients that are expected to train in a round, in the plan's order. If no client can train, []."""
+        """Return the clients that are expected to train in a round, in the plan's order, or [] if no client can train."""
         return self.sample_on_time_clients(plan, round_idx)[0] if self.candidates(plan, round_idx) else []
 
     def unavailable(self, round_idx: int) -> set[str]:

@@ -62,7 +62,7 @@ class MetricUpdate:
 
 
 class _BatchValue:
-    """The result of calling a metric in a vectorized step. It has no value, and reading an attribute raises ObstacleError."""
+    """The result of calling a metric in a vectorized step. Reading an attribute raises ObstacleError."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise ObstacleError(Reason.METRIC)

@@ -259,7 +259,7 @@ class Carried:
 
 
 class ClientMetric:
-    """A metric that is reset for each client. At the end of a round, the updates of all clients are merged.
+    """A metric that is reset for each client. At the end of a round, all updates are merged (if `can_merge`).
 
     Args:
         metric: The metric.

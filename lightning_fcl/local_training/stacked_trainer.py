@@ -39,6 +39,7 @@ class StackedTrainer(ABC):
     """A trainer of copies of one module, one copy per client. Each tensor has shape (clients, ...).
 
     Subclasses define the training step.
+
     Args:
         module: The module. The parameters of this module are not changed.
         methods: Methods of the module's Trainer.

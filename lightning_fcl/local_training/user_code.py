@@ -50,7 +50,7 @@ def is_users(kind: type | ModuleType | FunctionType) -> bool:
 
 
 def user_classes(kind: type) -> list[type]:
-    """Return the classes that are user code: from a class and its parents."""
+    """Return the user classes among a class and all its parents."""
     return [one for one in kind.__mro__ if is_users(one)]
 
 

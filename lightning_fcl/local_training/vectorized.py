@@ -40,7 +40,7 @@ Step = Callable[[list[Tensor], list[Tensor], list[Tensor]], list[Any]]
 
 
 class TracedStep:
-    """A step that is traced after a number of calls. The trace replaces the step if its result is bitwise identical.
+    """A step that is traced after a number of calls. The trace replaces the step if both results are bitwise equal.
 
     The step may depend only on its tensors and their shapes. All other values are fixed when the step is traced. See
     `is_traceable`.
@@ -95,7 +95,7 @@ class TracedStep:
 
 
 def is_traceable(module: nn.Module) -> bool:
-    """Return whether the module and all submodules are of torch, torchmetrics or this library, and can be traced.
+    """Return whether a step can be traced: all modules are of torch, torchmetrics or this library.
 
     Example:
         >>> is_traceable(nn.Sequential(nn.Linear(1, 1), nn.Dropout()))

@@ -216,7 +216,7 @@ class _Trial:
         return bool(self._loose.changes() or counts != self._counts or changed_tensors(self._module, self._state))
 
     def _losses_and_gradients(self, x: list[Tensor], y: list[Tensor], real: int | None = None) -> list[Tensor]:
-        """Return the first client's loss and flat gradient. ``real``: number of the client's samples (None: all rows)."""
+        """Return the first client's loss and flat gradient. ``real``: number of samples that are not padding."""
         module, clients, rows = self._module, len(x), len(y[0])
         state = {name: value.detach().clone() for name, value in state_tensors(module).items()}
         weight = torch.full((clients, rows), 1 / rows, device=module.device)
