@@ -188,7 +188,7 @@ class FederatedServer:
         self._offer(self.state)
 
     def _find_frozen(self, module: nn.Module) -> None:
-        """Find the frozen parameters that a round may aggregate, and those that devices have already downloaded."""
+        """Find the frozen parameters that a round may aggregate, and frozen parameters that devices already have."""
         self._frozen = frozen_parameters(module, self.reductions)
         if self._published is None:
             untouched_names, self._untouched = self._frozen if self._untouched is None else self._untouched, None

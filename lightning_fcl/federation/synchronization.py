@@ -375,7 +375,7 @@ class Participation:
         return training or [next(clients[place] for place in order if clients[place] in present)], skipped
 
     def expected_clients(self, plan: Plan, round_idx: int) -> list[str]:
-        """Return the clients that are expected to train in a round, in the plan's order, or [] if no client can train."""
+        """Return the clients expected to train in a round, in the plan's order. Return [] if no client can train."""
         return self.sample_on_time_clients(plan, round_idx)[0] if self.candidates(plan, round_idx) else []
 
     def unavailable(self, round_idx: int) -> set[str]:

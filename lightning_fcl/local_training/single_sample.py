@@ -110,7 +110,7 @@ def _forward(module: L.LightningModule, batch: Batch) -> list[Tensor]:
 
 
 def _copied(module: L.LightningModule, optimizers: Sequence[Optimizer]) -> L.LightningModule:
-    """Return a copy of a module with frozen layers as in local training. Manual optimization: also copy the optimizers."""
+    """Return a copy of a module, with frozen layers as in local training. Copy optimizers for manual optimization."""
     module_copy = copy_module(module)
     if any(method.needs.features for method in get_methods(module.trainer)):
         for _, layer in frozen_layers(module_copy):
