@@ -170,8 +170,9 @@ def find_non_finite(
         sums: Weighted sums of some entries over all clients.
 
     Returns:
-        A dict that maps each affected row to the names of the client's non-finite entries, and a list with the names of
-        the uploaded entries that were non-finite at the start. Both are empty if all numbers of the clients are finite.
+        A dict and a list. The dict maps each affected row to the names of the client's non-finite entries. The list
+        contains the names of the uploaded entries that were non-finite at the start. Both are empty if all numbers of
+        the clients are finite.
     """
     numbers = {
         name: value
