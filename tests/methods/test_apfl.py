@@ -69,7 +69,7 @@ def test_apfl_and_ditto_shared_model_bitwise_equals_fedavg(fit, make_stream, opt
 
 
 def by_hand(task, stream, alpha0, alpha_lr, keep=False, strength=0.0):
-    """Run Algorithm 1 of the paper with the task's optimizer for w and v. If ``strength`` is positive, run Ditto."""
+    """Train the shared model w and personal models v by Algorithm 1 of APFL, or by Ditto if ``strength`` is positive."""
     w = copy.deepcopy(task)
     v, alpha = {c: copy.deepcopy(task) for c in stream.plan.clients}, dict.fromkeys(stream.plan.clients, alpha0)
     kept = {client: v[client].configure_optimizers() for client in v}

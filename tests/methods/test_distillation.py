@@ -22,7 +22,7 @@ pytestmark = pytest.mark.rounding
 
 
 def kd(student, teacher, temperature=2.0):
-    """Return the mean cross-entropy between the softened outputs of teacher and student, from torch's functions."""
+    """Return the mean cross-entropy of the softened student outputs with the softened teacher outputs as targets."""
     target, log = F.softmax(teacher / temperature, 1), F.log_softmax(student / temperature, 1)
     entropy = torch.distributions.Categorical(probs=target).entropy().mean()
     return F.kl_div(log, target, reduction="batchmean") + entropy
@@ -34,7 +34,7 @@ def frozen(task):
 
 @pytest.fixture
 def step(make_task, samples):
-    """Return a step of a student. The received server state is the state of another model."""
+    """Return a `Step` of a student model. The received server state is the state of another model."""
     student, server, x = make_task(), make_task(seed=1), samples()[0]
     return Step(dict(student.named_parameters()), server.state_dict(), x, student(x), make_teacher_fn(student))
 

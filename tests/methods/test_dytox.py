@@ -74,14 +74,14 @@ def samples(classes, number=16, seed=0):
 
 
 def parts_changed(before, after):
-    """Return the parts of the model that differ: ``tokens.1``, ``heads.0``, ``body``, ..."""
+    """Return the names of the model parts that differ between two states: ``tokens.1``, ``heads.0``, ``body``, ..."""
     names = [name.removeprefix("model.").split(".") for name, v in after.items() if not torch.equal(v, before[name])]
     slots = ("tokens", "heads", "divergence")
     return {".".join(name[:2]) if name[0] in slots else name[0] for name in names}
 
 
 class Watch(Callback):
-    """Records for each step: the client's round, its local epoch, the labels of the batch, and the changed parts."""
+    """Records for each step: the client round, the local epoch, the labels of the batch, and the changed parts."""
 
     def __init__(self):
         self.steps = []

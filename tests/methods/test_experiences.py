@@ -28,7 +28,7 @@ OF_EXPERIENCE = {
     "ICaRL": ("old", "teacher.*"),
     "GLFC": ("teacher.*", "told"),
 }
-"""Patterns of the state tensors that a method resets in each experience. Other methods reset no tensors."""
+"""Patterns of the state tensors that each listed method resets at the start of an experience."""
 
 
 def test_of_experience_of_each_method_is_as_listed():
@@ -63,7 +63,7 @@ class Alone(Counts):
 
 
 def expected(stream, drawn, rounds):
-    """Count rounds of the current experience and all rounds. Return both counts of the server and of each client."""
+    """Return the expected round counts, in the current experience and in total, of the server and of each client."""
     experiences, own, latest = stream.plan.experiences, {}, {}
     server = [0, 0]
     for number in range(rounds):

@@ -16,7 +16,7 @@ from .test_ccvr import still
 
 
 def ridge(features, labels, classes, beta):
-    """Solve ridge regression with a bias as a least-squares problem, with sqrt(beta) I as additional rows, in NumPy."""
+    """Return ridge regression weights with a bias: NumPy's least squares with sqrt(beta) I as additional rows."""
     states = np.concatenate([features, np.ones((len(features), 1))], axis=1).astype(np.float64)
     size = states.shape[1]
     rows = np.concatenate([states, np.sqrt(beta) * np.eye(size)])
@@ -30,7 +30,7 @@ def layer_of(task):
 
 
 def expected_of(task, stream, rounds, beta=1.0, temperature=0.1, base=()):
-    """Return the ridge solution, divided by the temperature, for the features of all samples of some rounds."""
+    """Return the ridge solution, divided by the temperature, on the samples of ``base`` and of the given rounds."""
     own = [np.asarray(base, dtype=np.int64), *(part for r in rounds for part in stream.plan.train[r].values())]
     x, y = stream.get_samples(np.concatenate(own))
     with torch.no_grad():

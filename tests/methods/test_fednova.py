@@ -29,11 +29,9 @@ def step_of(client, w, steps, lr, momentum):
 @pytest.mark.parametrize("momentum", [0.0, 0.8])
 @pytest.mark.parametrize("weights", ["samples", "uniform"])
 def test_fednova_round_equals_paper_formula(fit, weights, momentum):
-    """The new model is x + tau_eff * sum_k p_k (y_k - x) /
+    """The new model is x + tau_eff * sum_k p_k (y_k - x) / |a_k|_1, with tau_eff = sum_k p_k |a_k|_1.
 
-    a_k
-
-    _1. Client k has weight p_k and trained model y_k.
+    Client k has the weight p_k and the trained model y_k. The vector a_k has the coefficients of the client's steps.
     """
     task = quadratic(lr=0.02, momentum=momentum)
     fit(task, clients(1, SAMPLES), [FedNova()], client_weights=weights, seed=0)

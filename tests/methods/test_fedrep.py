@@ -32,7 +32,7 @@ def make_task(optimizer=torch.optim.AdamW):
 
 
 class Stages(Callback):
-    """Records for each step: the client's round, its local epoch, and the changed parts."""
+    """Records for each step: the client round, the local epoch, and the changed parts of the module."""
 
     def __init__(self):
         self.steps = []

@@ -78,7 +78,7 @@ def step(params, gradient, lr=0.2):
 
 
 def rotated(gradient, past, margin):
-    """Return the projected gradient for one constraint, which is the solution of the quadratic program."""
+    """Return the gradient projected on one constraint: the closed-form solution of the quadratic program."""
     if gradient @ past >= 0:
         return gradient
     return gradient + max(float(-(gradient @ past) / (past @ past)), margin) * past

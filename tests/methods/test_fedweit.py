@@ -57,7 +57,7 @@ def make_stream(num_clients=3, num_rounds=2, num_tasks=3, **kwargs):
 
 
 class Watch(Callback):
-    """Records for each round: the record, the states of server and clients, and the knowledge base before the round."""
+    """Records for each round: the server's record, states of server and clients, and the previous knowledge base."""
 
     def __init__(self, method=None):
         self.method, self.rounds, self.known = method, [], {}
@@ -72,7 +72,7 @@ class Watch(Callback):
 
 
 def predict(task, watched, client, x):
-    """Return the logits of a client's model: the server's state after a round, and the client-local tensors."""
+    """Return the logits of a client's model: the server's model after a round with the client-local tensors."""
     task = copy.deepcopy(task)
     load_state_tensors(task, {**watched.server, **watched.clients[client]["model"]})
     with torch.no_grad(), evaluation_mode(task):

@@ -40,7 +40,7 @@ class Net(nn.Module):
 
 
 class Flat(nn.Sequential):
-    """The same network as one `nn.Sequential`. Its batch normalization has no parameters."""
+    """A network with the layers of `Net` in one `nn.Sequential`. The batch normalization has no parameters."""
 
     features = 5
 
@@ -188,7 +188,7 @@ def test_frozen_body_equals_body_in_evaluation_mode(fit, shifted, make_task, met
 def test_frozen_layers_guard_without_frozen_statistics_changes_nothing(
     fit, shifted, make_task, monkeypatch, method, learns
 ):
-    """The weights are equal with and without the guard if a module has no frozen batch normalization."""
+    """`FrozenLayers.rest` does not change the trained weights if a module has no frozen batch normalization."""
     states = []
     for rests in (True, False):
         task = make_task(model=Net(freeze=False)) if learns else make_task()

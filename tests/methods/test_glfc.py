@@ -30,7 +30,7 @@ def weights_by_hand(z, y, old):
 
 
 def loss_by_hand(z, y, old, seen, teacher, strength):
-    """Compute the loss of the paper sample by sample and class by class."""
+    """Return the loss of the GLFC paper, computed sample by sample and class by class."""
     weights, total = weights_by_hand(z, y, old), 0.0
     strength = strength if old else 0.0
     for row, label, weight, said in zip(z, y.tolist(), weights, teacher, strict=True):
@@ -45,7 +45,7 @@ def loss_by_hand(z, y, old, seen, teacher, strength):
 
 
 def penalty(method, z, y, teacher, new, old=(), weight=None):
-    """Return the penalty and its gradient."""
+    """Return a method's penalty, and the gradient of the penalty with respect to the logits ``z``."""
     client = Client(client_round=ClientRound("0", 0, num_classes=z.shape[1], new_classes=new, old_classes=old))
     client.method_state = method.prepare_client_state(client)
     z = z.clone().requires_grad_()

@@ -81,7 +81,7 @@ class Watch(Callback):
 
 @dataclass
 class Ours:
-    """The network that this library trained, and the data that it was trained on."""
+    """A network that this library trained, the training batches, the method, and the method's client state."""
 
     network: torch.nn.Module
     batches: list[list[Any]]
@@ -195,7 +195,7 @@ class KeptAGEM(AGEM):
 
 
 def with_ridge(gradient, constraints, margin):
-    """Project a gradient with Avalanche's ridge. One additional coordinate per constraint has the same effect."""
+    """Return a gradient projected with Avalanche's ridge, which equals one additional coordinate per constraint."""
     more = RIDGE**0.5 * torch.eye(len(constraints), dtype=constraints.dtype)
     longer = torch.cat([gradient, gradient.new_zeros(len(constraints))])
     return project(longer, torch.cat([constraints, more], dim=1), margin)[: len(gradient)]

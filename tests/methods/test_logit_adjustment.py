@@ -11,7 +11,7 @@ from lightning_fcl.methods.class_losses import logit_adjusted_loss
 
 
 def in_numpy(logits, target, counts, tau):
-    """Compute equation 10 of Menon et al. in a loop over the classes that have samples."""
+    """Return each sample's loss by equation 10 of Menon et al., in a loop over the classes that have samples."""
     priors = counts / counts.sum()
     result = []
     for row, label in zip(logits, target, strict=True):

@@ -37,7 +37,7 @@ class Net(nn.Module):
 
 @pytest.fixture
 def make_net(make_task):
-    """Return a function that makes classifiers with keys. The seed determines the initial weights."""
+    """Return a function that makes a classifier with the network `Net`. The seed determines the initial weights."""
 
     def make(seed=0):
         torch.manual_seed(seed)
@@ -54,7 +54,7 @@ def in_turn(monkeypatch):
 
 
 def knowledge(task, x, y, rho):
-    """Return the keys, their mean absolute gradients, and the low-loss samples with their labels and logits."""
+    """Return the keys, the keys' mean absolute gradients, and the samples with a low loss, with labels and logits."""
     params = dict(task.named_parameters())
     total = {name: torch.zeros_like(params[name]) for name in KEYS}
     losses = []

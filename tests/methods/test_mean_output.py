@@ -23,7 +23,7 @@ OLD = torch.tensor([True, True, False, False, False, False])
 
 
 def in_numpy(logits, target, new, old, outputs, distance):
-    """Compute the loss of each sample in a loop."""
+    """Return the mean output loss of each sample, computed in a NumPy loop."""
     result = []
     for row, label in zip(np.asarray(logits, dtype=np.float64), np.asarray(target), strict=True):
         probabilities = np.exp(row - row.max()) / np.exp(row - row.max()).sum()
@@ -77,7 +77,7 @@ def test_mean_output_loss_without_old_or_other_new_classes_is_zero(outputs):
 
 
 def loss_by_hand(output, y, new, old, mu=2.0, outputs="probabilities", distance="squared", scope="session"):
-    """Compute the total loss of a batch sample by sample."""
+    """Return the mean over a batch of cross-entropy plus mean output loss, computed sample by sample."""
     total = torch.zeros(())
     values = {"logits": output, "probabilities": output.softmax(1), "log-probabilities": output.log_softmax(1)}[outputs]
     for row, value, label in zip(output, values, y.tolist(), strict=True):
@@ -162,7 +162,7 @@ def a_step(y, classes=6):
 
 @pytest.mark.parametrize("scope", ["session", "seen"])
 def test_replay_sample_cross_entropy_is_over_all_seen_classes(scope):
-    """Replay samples use all seen classes. Samples of the session use the session's classes or all seen classes."""
+    """Session samples use the session's classes or all seen classes. Replay samples always use all seen classes."""
     method, step = MeanOutputLoss(0.0, cross_entropy=scope), a_step([0, 1, 3, 4])
     task = F.cross_entropy(step.output, step.y)
     found = task + method.penalty(Client({"new": NEW, "old": OLD}), step)
@@ -177,7 +177,10 @@ def test_replay_sample_cross_entropy_is_over_all_seen_classes(scope):
 
 
 def test_future_class_cross_entropy_is_over_session_and_itself():
-    """A sample of a later session uses the session's classes and its own class. It occurs with ``history="all"``."""
+    """The cross-entropy of a later session's sample is over the current session's classes and the sample's class.
+
+    With ``history="all"``, clients can have samples of later sessions.
+    """
     method, step = MeanOutputLoss(0.0), a_step([5])
     found = F.cross_entropy(step.output, step.y) + method.penalty(Client({"new": NEW, "old": OLD}), step)
     assert found.item() == pytest.approx(F.cross_entropy(step.output[:, 2:], torch.tensor([3])).item(), abs=1e-6)
@@ -218,7 +221,7 @@ def test_plain_trainer_each_fit_is_a_session(make_task, samples, train, by_hand,
 
 
 def test_domain_incremental_vectorized_equals_sequential(fit, make_stream, make_task, assert_same):
-    """Without classes per experience, the new classes of a batch are those that the client has not seen before.
+    """Without classes per experience, the new classes of a batch are the classes that the client has not seen before.
 
     The highest label differs from client to client. The last batch of client 1 has one sample, which vectorized
     training pads.

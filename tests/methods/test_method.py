@@ -1,4 +1,4 @@
-"""Tests of what all methods have in common, mostly in a plain Trainer."""
+"""Tests of behavior that all methods share, mostly in a plain Trainer."""
 
 import copy
 from collections import OrderedDict

@@ -12,7 +12,7 @@ from lightning_fcl.models import MLP
 
 
 def by_formula(features, near, far, temperature):
-    """Compute the model-contrastive loss of the paper sample by sample."""
+    """Return the model-contrastive loss of each sample, computed by the paper's formula."""
     losses = []
     for z, a, b in zip(features, near, far, strict=True):
         s_near, s_far = (torch.exp((z @ t) / (z.norm() * t.norm()) / temperature) for t in (a, b))

@@ -19,7 +19,7 @@ ROUGH = {"normalize_grad": False, "eta": 1e-4, "sigma": 0.5}
 
 @pytest.fixture
 def adapt(by_numpy):
-    """Return a NumPy function for one step of plasticity on a batch. It returns the new gain and bias."""
+    """Return a NumPy function that computes the new gain and bias after one step of plasticity on a batch."""
 
     def run(reservoir, x, gain, bias, method):
         net, h, _ = (part[:, reservoir.washout :] for part in by_numpy.run(reservoir, x, gain, bias))
@@ -40,7 +40,7 @@ def adapt(by_numpy):
 
 @pytest.fixture
 def fedip(adapt):
-    """Return a NumPy implementation of FedIP. It returns gain and bias after the given rounds of adaptation."""
+    """Return a NumPy function that runs FedIP for the given rounds and returns the adapted gain and bias."""
 
     def run(reservoir, stream, method, rounds, gain=None, bias=None, buffers=None):
         size = reservoir.features

@@ -29,7 +29,7 @@ def problem(seed, k=None, p=None, spread=False, dtype=torch.float64):
 
 
 def nearest(gradient, constraints):
-    """Return the projection by brute force: the nearest feasible point among the projections on all subsets."""
+    """Return the projection by brute force: the nearest feasible point for all subsets of active constraints."""
     g, rows = gradient.double().numpy(), constraints.double().numpy()
     rows = rows / np.linalg.norm(rows, axis=1, keepdims=True)
     best = np.zeros_like(g)
@@ -44,7 +44,7 @@ def nearest(gradient, constraints):
 
 
 def cosines(result, gradient, constraints):
-    """Return result @ constraint, divided by the constraint's norm and by the larger norm of gradient and result."""
+    """Return constraint @ result / (norm of constraint * larger norm of gradient and result) per nonzero constraint."""
     lengths = constraints.double().norm(dim=1)
     products = constraints.double() @ result.double()
     return products[lengths > 0] / lengths[lengths > 0] / max(gradient.double().norm(), result.double().norm())

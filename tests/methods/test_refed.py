@@ -15,7 +15,10 @@ pytestmark = pytest.mark.rounding
 
 
 def by_hand(w, v, x, y, iterations, rate, strength):
-    """Compute the importance for one layer (W, b). The loss has the gradients ``(p - e_y) x^T`` and ``p - e_y``."""
+    """Return the importance of each sample, and the updated personal layer ``v`` with weight and bias.
+
+    The gradients of a sample's loss are ``(p - e_y) x^T`` for the weight and ``p - e_y`` for the bias.
+"""
     importance, v = torch.zeros(len(y)), [p.clone() for p in v]
     for s in range(1, iterations + 1):
         error = (x @ v[0].T + v[1]).softmax(dim=1) - torch.eye(len(v[1]))[y]
@@ -26,7 +29,7 @@ def by_hand(w, v, x, y, iterations, rate, strength):
 
 
 def layer_of(task, state=None):
-    """Return the weight and the bias of the only layer."""
+    """Return the weight and the bias of a task with one layer, or of a given state of the task."""
     state = task.state_dict() if state is None else state
     return [next(value for name, value in state.items() if name.endswith(end)) for end in ("weight", "bias")]
 

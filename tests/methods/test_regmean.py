@@ -41,7 +41,7 @@ class Uploads(Callback):
 
 
 def least_squares(parts):
-    """Return the weights of one layer whose outputs are nearest to several layers' outputs, each on its own inputs."""
+    """Return the weight of one layer whose outputs are nearest to the outputs of several layers on their inputs."""
     rows = np.concatenate([rows.numpy() for rows, _ in parts])
     wanted = np.concatenate([(rows @ weight.T).numpy() for rows, weight in parts])
     return torch.from_numpy(np.linalg.lstsq(rows, wanted, rcond=None)[0].T)
@@ -74,7 +74,7 @@ def test_regmean_layers_equal_least_squares(fit, make_stream, make_task, network
 @pytest.mark.parametrize("alpha", [1.0, 0.5, 0.0])
 @pytest.mark.parametrize("samples", [240, 8])
 def test_regmean_one_client_equals_fedavg(fit, make_stream, make_task, assert_same, alpha, samples):
-    """The weights are equal up to rounding, also if the client has fewer samples than a layer has inputs."""
+    """RegMean and FedAvg give equal weights up to rounding, even for a client with fewer samples than layer inputs."""
     tasks = [make_task(), make_task()]
     for task, methods in zip(tasks, ([RegMean(alpha)], []), strict=True):
         fit(task, make_stream(num_clients=1, samples=samples, num_experiences=1, batch_size=2), methods)
@@ -149,13 +149,13 @@ def test_lorm_factors_alternate_and_equal_closed_form(fit, make_stream, make_tas
 
 
 def whole(state, scale=1 / 2):
-    """Return the weight of the layer including its adapter."""
+    """Return a layer's weight plus the scaled product of the adapter's matrices."""
     body, a, b = (state[f"model.net.1.{part}.weight"].double() for part in ("layer", "a", "b"))
     return body + scale * b @ a
 
 
 class Merging(LoRM):
-    """Records the server's layer, including its adapter, before it is merged with earlier experiences."""
+    """LoRM that records the server's layer, with the adapter, before the layer is merged with earlier experiences."""
 
     def process_aggregate(self, server):
         alone = RegMean.process_aggregate(self, dataclasses.replace(server, server_state=dict(server.server_state)))
@@ -212,7 +212,7 @@ def test_lorm_resumed_fit_equals_uninterrupted_fit(assert_resumes, make_task):
 
 
 def test_merge_regression_single_precision_ignores_rounding_errors():
-    """In directions without inputs, the merged layer is the clients' mean, also if rounding makes the Gram nonzero."""
+    """In directions without inputs, merging gives the mean weight, even if the Gram matrix has rounding errors."""
     for seed in range(5):
         generator = torch.Generator().manual_seed(seed)
         inputs = [torch.randn(8, 100, generator=generator) for _ in range(3)]

@@ -20,7 +20,7 @@ def generator(seed=0):
 
 
 def data(labels, first=0):
-    """Return samples whose inputs are their own numbers, counted from ``first``."""
+    """Return samples with the given labels. The input of a sample is the sample's number, counted from ``first``."""
     y = torch.tensor(labels)
     return [torch.arange(first, first + len(y)).float()[:, None], y]
 
@@ -30,7 +30,7 @@ def numbers(memory):
 
 
 def learn(method, parts, seed=0, experiences=None):
-    """Return the client state after some rounds. Each round is an experience by default."""
+    """Return the client state after one round per part of the data. By default, each round is an experience."""
     memory, rng, module = {}, generator(seed), Reader()
     for round_idx, part in enumerate(parts):
         experience = round_idx if experiences is None else experiences[round_idx]

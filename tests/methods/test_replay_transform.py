@@ -133,7 +133,7 @@ def with_noise(seed, *key):
 
 @pytest.mark.seconds
 def test_replay_transform_federation_equals_hand_computation(fit, make_stream, make_task):
-    """A batch equals the batch without a transform plus noise. The noise depends on seed, client, round and batch."""
+    """The transform adds noise to the replay samples of a batch. The noise depends on seed, client, round and batch."""
     seen = []
     for transform in (None, Noise()):
         batches = Batches()
@@ -350,7 +350,7 @@ def test_replay_transform_gets_whole_dict(fit):
 @pytest.mark.seconds
 @pytest.mark.parametrize("size", [1, "auto"])
 def test_replay_transform_applies_to_samples_drawn_per_step(fit, make_stream, make_task, size):
-    """A custom method draws two samples per step and pulls the outputs for them to zero."""
+    """A custom method draws two replay samples per step and pulls the outputs for these samples to zero."""
 
     class Pulls(Method):
         replay_batch_size = 2

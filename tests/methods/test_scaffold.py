@@ -35,7 +35,7 @@ class Variates(Callback):
 
 
 def by_hand(task, stream, drawn, every=1, momentum=0.0):
-    """Compute Algorithm 1 of the paper, option II, in a loop. The variates are reset every three rounds."""
+    """Train in a loop by Algorithm 1 (option II) of the SCAFFOLD paper. The variates are reset every three rounds."""
     names = [name for name, _ in task.named_parameters()]
     everyone = stream.plan.clients
     for round_idx in range(stream.plan.num_rounds):

@@ -29,7 +29,7 @@ def test_si_quadratic_importance_is_half_the_curvature(fit, start):
 
 
 def by_hand(task, tasks, strength, damping, decay, epochs, batch, lr=0.1):
-    """Compute equations 4 and 5 of the paper in a loop. The constant c of the paper is half of ``strength``."""
+    """Train by equations 4 and 5 of the paper, and return the importance. The constant c is ``strength / 2``."""
     names = [name for name, _ in task.named_parameters()]
     center, total = {n: p.detach().clone() for n, p in task.named_parameters()}, dict.fromkeys(names, 0.0)
     for x, y in tasks:

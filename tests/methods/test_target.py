@@ -22,7 +22,7 @@ from lightning_fcl.models.generator import with_statistics_distance
 
 
 class Net(nn.Module):
-    """Three convolutions with batch normalization."""
+    """A network of three convolutions with batch normalization."""
 
     def __init__(self, width=4, classes=10):
         super().__init__()
@@ -95,7 +95,7 @@ def test_target_generates_images_and_logits_at_end_of_experience(fit):
 @pytest.mark.seconds
 @pytest.mark.long
 def test_target_statistics_weight_reduces_statistics_distance(fit):
-    """The summed distance of three models is at least a sixth smaller with ``statistics_weight=10`` than with 0."""
+    """The statistics distance, summed over three models, is over a sixth smaller with a weight of 10 than with 0."""
     apart = {10.0: 0.0, 0.0: 0.0}
     for seed, weight in product(range(3), apart):
         task, kept = classifier(seed=seed), Kept()
@@ -108,7 +108,7 @@ def test_target_statistics_weight_reduces_statistics_distance(fit):
 
 @pytest.mark.rounding
 def test_target_penalty_distills_only_old_classes():
-    """The penalty of a client equals a hand computation."""
+    """The penalty of a client equals a hand computation in which only the old classes are distilled."""
     torch.manual_seed(0)
     own, said, old = torch.randn(5, 4), torch.randn(5, 4), [0, 2]
     shared = {"images": torch.randn(5, 1, 8, 8), "logits": said}
@@ -145,7 +145,7 @@ class Steps(Callback):
 @pytest.mark.rounding
 @pytest.mark.seconds
 def test_target_training_equals_hand_written_loop(fit):
-    """There is one client. The loop starts from the server's model at the end of the first experience."""
+    """The federation has one client. The loop starts from the server's model at the end of the first experience."""
     drawn, steps, kept, stream = [], Steps(), Kept(), digits(clients=1)
 
     class Watched(TARGET):

@@ -39,7 +39,7 @@ def same(left, right):
 
 
 def first_round(plan, experience):
-    """Return the round in which the first client enters an experience."""
+    """Return the earliest round in which any client enters an experience."""
     return min(numbers.index(experience) for numbers in plan.experiences.values() if experience in numbers)
 
 

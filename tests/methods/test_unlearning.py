@@ -87,7 +87,7 @@ def test_unlearning_removed_client_does_not_train_and_has_no_state(fit):
 
 
 def test_unlearning_ignores_statistics_of_earlier_reservoir(fit):
-    """After intrinsic plasticity, the sums start from zero and do not contain a client's earlier contributions."""
+    """Intrinsic plasticity changes the reservoir, so the sums restart from zero without earlier contributions."""
     x, y, owner = arrays()
     # Client 1 has no samples of the last experience, so its contribution belongs to the previous experience.
     there = (owner != 1) | (y != 2)

@@ -52,7 +52,7 @@ class Uploads(Callback):
 
 @pytest.fixture
 def uploads(fit):
-    """Return the uploads of some clients from a fit with a new module."""
+    """Return a function that fits a new module and returns the first-round upload of each client."""
 
     def run(make, clients, **kwargs):
         torch.manual_seed(0)
@@ -72,7 +72,7 @@ class Base(L.LightningModule):
         self.prepare()
 
     def prepare(self):
-        """Create the state of a subclass."""
+        """Create state that training steps change. Subclasses override this hook."""
 
     def forward(self, x):
         return self.model(x)
@@ -121,7 +121,7 @@ class SchedulesByHand(Base):
 
 
 class WarmsUp(Base):
-    """Sets the learning rate in the training step."""
+    """A module that multiplies the learning rate by 1.2 in each training step."""
 
     def training_step(self, batch, batch_idx):
         for group in self.optimizers().param_groups:
@@ -130,7 +130,7 @@ class WarmsUp(Base):
 
 
 class CountsInGroups(torch.optim.SGD):
-    """Stores numbers in its parameter groups, as Adan and Prodigy do, and in an attribute."""
+    """An optimizer that stores numbers in parameter groups, as Adan and Prodigy do, and in an attribute."""
 
     def __init__(self, params, lr):
         super().__init__(params, lr)
@@ -153,7 +153,7 @@ class KeepsInGroups(Base):
 
 
 class Wrapper(torch.optim.Optimizer):
-    """Steps an inner optimizer with separate state."""
+    """An optimizer that calls an inner optimizer, which has separate state."""
 
     def __init__(self, params):
         super().__init__(params, {})
@@ -170,7 +170,7 @@ class Wraps(Base):
 
 
 class MemoryBank(Base):
-    """Two non-persistent buffers. A step changes one buffer in place and replaces the other buffer."""
+    """A module with two non-persistent buffers. A step changes one buffer in place and replaces the other buffer."""
 
     def prepare(self):
         self.register_buffer("bank", torch.zeros(16, 8), persistent=False)
@@ -187,7 +187,7 @@ class MemoryBank(Base):
 
 
 class Attributes(Base):
-    """Numbers, lists, arrays and other attributes. Some are nested, and some are created in the first step."""
+    """A module with numbers, lists and arrays as attributes. Some are nested, or are created in the first step."""
 
     def prepare(self):
         self.average, self.losses, self.kinds = 0.0, [], {"seen": set(), "nested": [[1.0]]}
@@ -219,7 +219,7 @@ class Holder:
 
 
 class Objects(Base):
-    """User-defined objects, generators, and a teacher outside the module that has an optimizer."""
+    """A module with user-defined objects, generators, and an optimizer of a teacher that is not a submodule."""
 
     def prepare(self):
         self.holder = Holder()
@@ -243,7 +243,7 @@ class Objects(Base):
 
 
 class Freezes(Base):
-    """Freezes layers and sets them to evaluation mode during training."""
+    """A module that freezes layers and sets the layers to evaluation mode during training."""
 
     def prepare(self):
         self.drop = nn.Dropout(0.5)
@@ -365,7 +365,7 @@ def test_schedules_by_round_continue_between_rounds(fit, by_hand):
 
 
 class Gathers(Base):
-    """Logs values that its steps have stored, as in Lightning's guide, and changes a scale in each round."""
+    """A module that logs values which steps have stored, as in Lightning's guide, and changes a scale in each round."""
 
     def prepare(self):
         self.outputs, self.history, self.ends, self.seen = [], [], [], []
@@ -433,7 +433,7 @@ def test_epoch_end_hooks_see_last_client_and_all_appended_items(fit):
 
 
 class EndsRounds(Base):
-    """At the end of a round, changes the attributes that clients change in training."""
+    """A module whose hook at the end of a round changes the attributes that training steps also change."""
 
     def prepare(self):
         self.rate, self.counts, self.total = 1.0, {"steps": 0}, torch.zeros(())
@@ -560,7 +560,7 @@ def test_batch_idx_and_global_step_count_the_clients_batches(fit):
 
 
 class Checkpoints(Base):
-    """Dropout in layers whose activations are recomputed in the backward pass."""
+    """A module with dropout in layers whose activations are recomputed in the backward pass."""
 
     reentrant = None
 
@@ -600,7 +600,7 @@ def test_recomputed_activations_draw_the_same_dropout(uploads, by_hand):
 
 
 class Averages(nn.Linear):
-    """Stores an average in an attribute or a non-persistent buffer. The output depends on the average."""
+    """A layer that stores an average in an attribute or a non-persistent buffer. The output depends on the average."""
 
     def __init__(self, buffer):
         super().__init__(6, 4)

@@ -162,7 +162,7 @@ class Uploads(Callback):
 
 @pytest.fixture
 def uploads(fit):
-    """Return the uploads of some clients from a fit with a new module."""
+    """Return a function that fits a new module and returns the first-round uploads and counters of some clients."""
 
     def run(make, clients, callbacks=(), **kwargs):
         watch = Uploads()
@@ -312,7 +312,7 @@ def test_upload_module_that_uses_counters_is_independent_of_others(uploads, make
 
 
 class CountsInStep(L.LightningModule):
-    """A `training_step` that uses the global step, which all clients of a vectorized step share."""
+    """A module whose `training_step` uses the Trainer's counters, which all clients of a vectorized step share."""
 
     def __init__(self):
         super().__init__()
@@ -327,7 +327,7 @@ class CountsInStep(L.LightningModule):
 
 
 class CountsInLoss(Classifier):
-    """A loss of single samples that uses the global step. It is trained on padded batches."""
+    """A classifier whose loss per sample uses the Trainer's batch counter. Vectorized training pads the batches."""
 
     def __init__(self):
         torch.manual_seed(0)
@@ -375,7 +375,7 @@ def test_training_that_reads_number_of_batches_is_sequential(uploads, fit, base,
 
 
 def test_lambda_callback_with_step_hook_makes_training_sequential(fit, uploads):
-    """Hooks of a `LambdaCallback` are user code. In vectorized steps, gradients belong to several clients."""
+    """A `LambdaCallback` with a gradient hook makes training sequential. A hook for the end of a fit does not."""
     made = LambdaCallback(on_after_backward=EndsGently().on_after_backward)
     assert fit(CountsInStep(), stream_of("ab"), [made]).strategy.num_vectorized_clients == 1
     assert (
@@ -399,7 +399,7 @@ class Bar(ProgressBar):
 
 
 class Saves(Callback):
-    """Saves a checkpoint in each client's last batch, and stores the counters after each client."""
+    """Saves a checkpoint after each client's last batch, and stores the counters after each client."""
 
     def __init__(self, folder):
         self.folder, self.outside = folder, []
@@ -470,7 +470,7 @@ def test_trainer_inside_client_hook_has_separate_counters(fit):
 
 
 class ByHand(Base):
-    """Steps a scheduler after some of the batches."""
+    """A module with manual optimization that steps a scheduler after the batches for which ``when`` returns True."""
 
     def __init__(self, when):
         super().__init__(automatic=False)

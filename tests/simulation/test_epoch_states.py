@@ -79,7 +79,7 @@ class Network(L.LightningModule):
 
 
 class Nested(Network):
-    """Stores metrics, lists and numbers in containers. Clients train sequentially."""
+    """A network that also stores metrics and lists in containers. Clients train sequentially."""
 
     def __init__(self):
         super().__init__()
@@ -167,7 +167,10 @@ class Batches(Clients):
 
 @pytest.fixture
 def seen(fit, tmp_path):
-    """Fit with a number of processes. Return the values that each process has stored, and the Trainer."""
+    """Return a function that fits with a number of processes, and returns the stored values of each process.
+
+    The function also returns the Trainer.
+"""
 
     def run(number, module, stream, callback=Batches, arguments=None, **kwargs):
         folder = tmp_path / str(number)
@@ -275,7 +278,7 @@ def test_epoch_states_1_2_and_3_processes_are_equal(seen, make_stream, kind, cal
 
 
 class Validated(Network):
-    """Updates one metric in training and in validation, and another metric only in validation."""
+    """A network that updates one metric in training and validation, and another metric only in validation."""
 
     def training_step(self, batch, batch_idx):
         self.untouched.update(len(batch[1]))
@@ -339,7 +342,7 @@ class Odd(Metric):
 
 
 class Strange(Clients):
-    """Has metrics and attributes that cannot be merged, and metrics and attributes that can be merged."""
+    """Stores metrics and attributes. Some can be merged over processes, and some cannot."""
 
     def __init__(self, folder):
         super().__init__(folder)

@@ -25,7 +25,7 @@ def stream_of(rounds=2):
 
 
 class Gaussian(L.LightningModule):
-    """Fits a Gaussian to the embeddings of its samples at the end of a round, as anomalib's Padim does."""
+    """A module that fits a Gaussian to the embeddings of a round's samples, as anomalib's Padim does."""
 
     def __init__(self):
         super().__init__()
@@ -55,7 +55,7 @@ class Gaussian(L.LightningModule):
 
 
 class Bank(Gaussian):
-    """Grows a tensor in an object, and replaces a buffer by a buffer of another shape at the end of a round."""
+    """A module that grows a tensor in an object, and replaces a buffer by a larger buffer at the end of a round."""
 
     class Rows:
         rows = None
@@ -72,7 +72,7 @@ class Bank(Gaussian):
 
 
 class Losses(Gaussian):
-    """Collects losses only for logging, and computes its state from other values."""
+    """A module that collects losses only for logging, and computes the module's state from other values."""
 
     def prepare(self):
         self.losses, self.measured, self.rounds = [], MeanMetric(), 0
@@ -90,7 +90,7 @@ class Losses(Gaussian):
 
 
 class Sums(Gaussian):
-    """Follows the hint of the warning: stores sums in buffers, which clients upload."""
+    """A module that follows the hint of the warning: training stores sums in buffers, which clients upload."""
 
     reductions = {"total": "sum", "number": "sum"}  # noqa: RUF012
 

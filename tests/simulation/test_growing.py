@@ -17,7 +17,7 @@ LABELS = torch.arange(48) // 2 % 4
 
 
 class Grows(Classifier):
-    """Adds two classes in every round except the first."""
+    """A classifier that adds two classes to the head in every round except the first."""
 
     def __init__(self, how):
         torch.manual_seed(0)

@@ -34,7 +34,7 @@ from lightning_fcl.models import MLP
 
 
 class Net(Classifier):
-    """A body and a head. Only the head is in the optimizer. The learning rate is an attribute."""
+    """A classifier with a body and a head. Only the head is in the optimizer. The learning rate is an attribute."""
 
     def __init__(self, interval="epoch"):
         torch.manual_seed(0)
@@ -155,7 +155,7 @@ def test_early_stopping_stops_after_a_round(fit, stream, task):
 
 @pytest.mark.parametrize("groups", ["head", "head first"])
 def test_optimizer_of_reordered_parameters_vectorized_is_equal(fit, stream, assert_same, groups):
-    """Both layers have the same shape, so exchanged gradients would not raise an error."""
+    """The layers have weights of the same shape, so gradients in the wrong order would not raise an error."""
 
     class Ordered(Classifier):
         def __init__(self):
@@ -270,7 +270,7 @@ def test_limits_of_batches_apply_to_each_client(fit, stream, assert_same, argume
 
 
 class Uploads(L.Callback):
-    """Stores the upload of each client of a round, and computes weighted means of the uploads."""
+    """Stores the uploaded head of each client of a round, and computes the weighted means of the heads."""
 
     def __init__(self):
         self.states, self.samples = [], []
@@ -410,7 +410,7 @@ SPAWN = 'torch.multiprocessing.set_start_method("spawn", force=True)'
 @pytest.mark.slow
 @pytest.mark.long
 def test_script_without_main_guard_trains_without_workers(tmp_path):
-    """A script without a main guard trains without workers. With spawned workers, the error contains a hint."""
+    """A script without a main guard trains without data loader workers. With spawned workers, the error has a hint."""
     fits = [FIT.replace("WORKERS", workers) for workers in "02"]
     (tmp_path / "script.py").write_text("\n".join([DATA, SPAWN, *fits]))
     env = {**os.environ, "PYTHONPATH": str(Path(lightning_fcl.__file__).parents[1]), "OMP_NUM_THREADS": "1"}

@@ -1,4 +1,4 @@
-"""Tests of several optimizers with manual optimization: each client starts from their initial state."""
+"""Tests of several optimizers with manual optimization: each client starts from the optimizers' initial state."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Tests of non-finite, very large, shared or missing values in a module's state: they work, or an error names them."""
+"""Tests of non-finite, very large, shared or missing values in a module's state: they train or raise a clear error."""
 
 import lightning.pytorch as L
 import pytest
@@ -14,7 +14,7 @@ from lightning_fcl.federation.swarm import Swarm
 
 
 class Base(L.LightningModule):
-    """A network of two layers. Subclasses add to its state."""
+    """A network of two layers. Subclasses add state to the module."""
 
     def __init__(self):
         super().__init__()
@@ -23,14 +23,14 @@ class Base(L.LightningModule):
         self.prepare()
 
     def prepare(self):
-        """Add to the state."""
+        """Add state to the module. Subclasses override this hook."""
 
     def training_step(self, batch, batch_idx):
         self.change(batch[0])
         return F.cross_entropy(self.model(batch[0]), batch[1])
 
     def change(self, x):
-        """Change the added state."""
+        """Change the added state in a training step. Subclasses override this hook."""
 
     def configure_optimizers(self):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
@@ -176,7 +176,7 @@ def test_state_that_cannot_be_exchanged_raises_with_name(fit, make_stream, make,
 
 
 class Diverges(Callback):
-    """Makes the weights of some clients infinite."""
+    """Makes the first layer's weights of some clients infinite in the second round."""
 
     def __init__(self, clients):
         self.clients = clients

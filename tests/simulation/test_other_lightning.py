@@ -23,7 +23,7 @@ KINDS = {
 
 @pytest.fixture
 def pl(monkeypatch):
-    """Return a replacement for the package, with base classes for a user's classes."""
+    """Return a replacement for the package `pytorch_lightning`, with base classes for a user's classes."""
     package = ModuleType("pytorch_lightning")
     monkeypatch.setitem(sys.modules, "pytorch_lightning", package)
     for name, (base, content) in KINDS.items():

@@ -1,4 +1,7 @@
-"""Tests of state outside the module: it does not change another client's upload. State without effect accumulates."""
+"""Tests of state outside the module, such as attributes of callbacks, globals and generators.
+
+A client's changes of this state do not affect the uploads of other clients. State without effect accumulates.
+"""
 
 import logging
 import random
@@ -78,7 +81,7 @@ class Base(L.LightningModule):
 
 @pytest.fixture
 def uploads(fit):
-    """Return the uploads of each client by client and round, from a new module and new callbacks."""
+    """Return a function that fits a module and returns the uploads by client and round."""
 
     def run(module, callbacks, clients, rounds=1, **kwargs):
         global STEPS
@@ -104,7 +107,7 @@ def same(left, right):
 
 
 class Noise(Callback):
-    """Adds noise to gradients from a NumPy generator."""
+    """Adds noise from a NumPy generator to gradients."""
 
     def __init__(self):
         self.generator = np.random.default_rng(0)
@@ -124,7 +127,7 @@ class TorchNoise(Noise):
 
 
 class Augments(Callback):
-    """Changes batches with a generator of Python's `random`."""
+    """Scales batches by random numbers from a generator of Python's `random`."""
 
     def __init__(self):
         self.draws = random.Random(0)
@@ -401,7 +404,7 @@ def test_state_outside_the_module_does_not_reach_the_next_client(uploads, make, 
 
 
 class DrawsInTransfer(L.LightningDataModule):
-    """Augments batches on the device with a NumPy generator."""
+    """A data module that augments batches on the device with a NumPy generator."""
 
     def __init__(self):
         super().__init__()
@@ -441,7 +444,7 @@ def test_data_module_state_does_not_reach_the_next_client(fit):
 
 
 class Watches(Noise):
-    """Adds noise from a generator, and stores counts, metrics and lists of batches."""
+    """Adds noise from a generator to gradients, and stores counts, metrics and lists of batches."""
 
     counts: ClassVar[dict] = {"batches": 0}
 
@@ -537,7 +540,7 @@ def test_metric_read_by_training_not_mergeable_warns(fit, caplog):
 
 
 class Writes(Noise):
-    """Adds noise to gradients, and appends each step to a file."""
+    """Adds noise to gradients, and appends the number of each step to a file."""
 
     def __init__(self, path):
         super().__init__()
@@ -571,7 +574,7 @@ def test_callback_that_writes_files_is_not_in_the_trial(uploads, tmp_path):
 
 
 class WritesSteps(InClass):
-    """Appends each step to a file."""
+    """A module that appends a line to a file in each step."""
 
     path = None
 
@@ -582,7 +585,7 @@ class WritesSteps(InClass):
 
 
 class Demands(InClass):
-    """Raises an error for batches with fewer than eight samples."""
+    """A module that raises an error for a batch with any number of samples other than eight."""
 
     path = None
 
@@ -601,7 +604,7 @@ def test_state_is_reset_if_the_trial_is_not_possible(uploads, tmp_path, make):
 
 
 class Traces(Measures):
-    """Prints, logs, draws random numbers and changes state in each step."""
+    """A module that prints, logs, draws random numbers and changes state in each step."""
 
     def prepare(self):
         super().prepare()

@@ -184,7 +184,7 @@ SLOW = [
     ],
 )
 def test_results_are_bitwise_equal_on_1_2_and_3_processes(ranks, make_task, make_stream, name):
-    """Train six clients of different sizes on 1, 2 and 3 processes, vectorized in pairs where this is supported."""
+    """Train six clients of different sizes on 1, 2 and 3 processes, vectorized in pairs if this is supported."""
     results = []
     for number in (1, 2, 3):
         callbacks, options = METHODS[name]()
@@ -205,7 +205,7 @@ def test_results_are_bitwise_equal_on_1_2_and_3_processes(ranks, make_task, make
 
 
 class Own(L.LightningModule):
-    """A `training_step` with dropout and batch normalization layers, which logs the loss."""
+    """A module with dropout and batch normalization layers, and a `training_step` that logs the loss."""
 
     def __init__(self):
         super().__init__()
@@ -233,7 +233,7 @@ def test_custom_training_step_is_bitwise_equal_on_processes(alike, make_stream, 
 
 
 class NoisyGradients(Callback):
-    """Adds noise to gradients from a generator of the callback."""
+    """Adds noise from the callback's generator to gradients."""
 
     def __init__(self):
         self.generator = torch.Generator().manual_seed(0)
@@ -288,7 +288,7 @@ class AsksWhere(Callback):
 
 
 class SaysWhere(Own):
-    """Writes the numbers that describe the process to a file at the end of each epoch."""
+    """A module that writes the numbers that describe the process to a file at the end of each epoch."""
 
     def __init__(self, folder, automatic=True):
         super().__init__()
@@ -428,7 +428,7 @@ def test_resume_with_another_number_of_processes_is_equal(ranks, fit, make_task,
 
 @pytest.mark.seconds
 def test_asynchronous_rounds_are_equal_on_processes(alike, make_task, make_stream):
-    """In asynchronous rounds, a client trains from the version that it has downloaded, on any process."""
+    """In asynchronous rounds, a client trains from the model version that the client has downloaded, on any process."""
     schedule, stream = (
         FedBuff(ClientSpeeds(0.01, spread=1.0), buffer_size=3),
         {"num_clients": 6, "rounds_per_experience": 3},

@@ -252,7 +252,7 @@ def test_hook_draws_do_not_depend_on_the_global_generator(fit, make_stream, make
 
 
 class Clips(L.LightningModule):
-    """Clips its weights after each batch, as critics of Wasserstein GANs do."""
+    """A module that clips the weights after each batch, as critics of Wasserstein GANs do."""
 
     def __init__(self):
         super().__init__()

@@ -45,7 +45,7 @@ class BatchNorm(Own):
 
 
 class ByHand(BatchNorm):
-    """Steps the optimizer with manual optimization."""
+    """A module with batch normalization and manual optimization."""
 
     def __init__(self):
         super().__init__()
@@ -59,7 +59,7 @@ class ByHand(BatchNorm):
 
 
 class SetUpByHook(BatchNorm):
-    """The training step needs an attribute that a hook sets, so only `forward` can be tested."""
+    """A module whose training step needs an attribute that a hook sets, so only `forward` can be tested."""
 
     def on_train_epoch_start(self):
         self.scale = 1.0
@@ -69,21 +69,21 @@ class SetUpByHook(BatchNorm):
 
 
 class Deviation(Own):
-    """Has the loss NaN for a batch of one sample."""
+    """A module whose loss is NaN for a batch of one sample."""
 
     def training_step(self, batch, batch_idx):
         return super().training_step(batch, batch_idx) + self(batch[0]).std(dim=0).mean()
 
 
 class Squeezes(Own):
-    """Makes a common mistake: `squeeze` removes the batch dimension if the batch has one sample."""
+    """A module with a common mistake: `squeeze` removes the batch dimension if the batch has one sample."""
 
     def training_step(self, batch, batch_idx):
         return F.cross_entropy(self(batch[0][:, None]).squeeze(), batch[1])
 
 
 class Images(Own):
-    """Has batch normalization that can train on one sample, because the sample has several pixels."""
+    """A module whose batch normalization can train on one sample, because the sample has several pixels."""
 
     def __init__(self):
         super().__init__()
@@ -94,7 +94,7 @@ class Images(Own):
 
 
 class Evaluating(BatchNorm):
-    """Has batch normalization in evaluation mode, which does not update its statistics."""
+    """A module whose batch normalization is in evaluation mode and does not update the running statistics."""
 
     def __init__(self):
         super().__init__()
@@ -165,7 +165,7 @@ def by_hand(module, sizes, batches_of, rounds=2):
 
 
 def merged(size):
-    """Return batches of 4. A single last sample joins the batch before. A client with one sample has no batch."""
+    """Return the slices of batches of 4. A single last sample joins the previous batch. Size 1 gives no batch."""
     starts = [start for start in range(0, size, 4) if start == 0 or size - start > 1]
     ends = [*starts[1:], size]
     return [slice(start, end) for start, end in zip(starts, ends, strict=True)] if size > 1 else []
@@ -258,7 +258,7 @@ def test_last_batch_of_one_sample_with_replay_samples_is_kept():
 
 
 def test_plan_batches_min_size_two_has_no_batch_of_one_sample():
-    """Each sample is in one batch per epoch. The option changes batches only if a batch has one sample."""
+    """Each sample is in one batch per epoch. `min_size=2` changes the batches only if a batch has one sample."""
     rng = np.random.default_rng(0)
     for _ in range(200):
         size, batch_size, replayed = (int(rng.integers(low, 40)) for low in (1, 2, 0))

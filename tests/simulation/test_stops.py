@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def read_stops():
-    """Return the file and the code object for each row of the table."""
+    """Return the file and the code object of each function in the table of CONTRIBUTING.md."""
     rows = re.findall(
         r"^\| \d+ \| `([\w/]+)\.py` \| `([\w.]+)` \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE
     )

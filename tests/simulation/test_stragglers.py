@@ -372,7 +372,7 @@ data:
 
 @pytest.fixture
 def recipe(tmp_path):
-    """Return a function that writes a recipe of a small timing simulation. It returns the command-line arguments."""
+    """Return a function that writes a recipe of a small timing simulation and returns the command-line arguments."""
 
     def write(**changed):
         arguments = {"buffer_size": 2, "speeds": {"seconds_per_sample": 0.01, "spread": 0.8}, **changed}

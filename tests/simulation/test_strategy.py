@@ -33,7 +33,7 @@ def snapshot(module):
 
 
 def local_training(task, stream, client, round_idx, epochs, seed=0):
-    """Train a client in plain PyTorch."""
+    """Train a client in plain PyTorch. Return the trained state and the number of samples."""
     x, y = stream.get_samples(stream.plan.train[round_idx][client])
     optimizer = task.configure_optimizers()
     task.train()
@@ -293,7 +293,7 @@ def test_non_finite_upload_is_dropped_logged_and_recorded(fit, make_stream, make
 
 
 class Overflowing(Method):
-    """A penalty that overflows, but has a finite gradient."""
+    """A method whose penalty overflows, but has a finite gradient."""
 
     def penalty(self, client, step):
         return (1e30 * next(iter(step.params.values())).detach().abs().sum() + 1e30).square()
