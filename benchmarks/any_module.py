@@ -73,12 +73,12 @@ class Module(L.LightningModule):
         self.net = network()
 
     def training_step(self, batch, batch_idx):
-        """Return the loss."""
+        """Return the mean cross-entropy of a batch."""
         x, y = batch.values() if isinstance(batch, dict) else batch
         return F.cross_entropy(self.net(x), y)
 
     def configure_optimizers(self):
-        """Return SGD."""
+        """Return the SGD optimizer."""
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
@@ -109,7 +109,7 @@ def digits(name):
 
 
 def through_trainer(name, rounds, batch_size=26, max_vectorized_clients="auto", timer=time.perf_counter):
-    """Return the seconds per round in one `Trainer.fit`, without its start-up and warm-up, and the final weights."""
+    """Return the seconds per round of one `Trainer.fit`, without start-up and warm-up round, and the final weights."""
     x, y, owner = digits(name)
     data = (Dicts(x, y), None) if name == "dict batches" else (x, y)
     scenario = ClassIncremental(num_experiences=1, rounds_per_experience=rounds + 1)
@@ -176,7 +176,7 @@ def plain_step(rounds):
 
 
 def compare_one_at_a_time(rounds, repeats):
-    """Print the ratio of a step to a plain Trainer's step, and the time per client in addition to its steps."""
+    """Print a step's time divided by that of a plain Trainer's step, and the time per client without the steps."""
     steps, besides = [], []
     for _ in range(repeats):
         one_step_seconds, eight_step_seconds = (
@@ -194,7 +194,7 @@ def compare_one_at_a_time(rounds, repeats):
 
 
 def main():
-    """Run all cases."""
+    """Compare all cases, and print the ratios."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=7)

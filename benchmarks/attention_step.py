@@ -20,7 +20,7 @@ from lightning_fcl.models import LVT, create_vit, vit
 
 
 def step(model, optimizer, x, y, way):
-    """Train one step, and return its processor time in seconds. ``way`` is fp32, bf16 or ours."""
+    """Run a training step, and return the processor time in seconds. ``way`` is "fp32", "bf16" or "ours"."""
     began = time.process_time()
     rule = mock.patch.object(vit, "fast_attention", lambda x: nullcontext()) if way == "bf16" else nullcontext()
     with rule, torch.autocast("cpu", torch.bfloat16, enabled=way != "fp32"):
@@ -32,7 +32,7 @@ def step(model, optimizer, x, y, way):
 
 
 def main():
-    """Print a row of the table for each network."""
+    """Measure each network, and print a table with one row per network."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = ["vit", "deit", "cait", "pit", "pvt", "levit", "swin", "cvt", "t2t", "LVT"]
     parser.add_argument("--networks", nargs="+", default=names)

@@ -44,7 +44,7 @@ TINY = {"width": 24, "depth": 2, "num_heads": 2, "patch_size": 16}
 
 
 class Times(Callback):
-    """A callback that times each step of the body in the last round, its projection, and a bare loop after the step."""
+    """A callback that times the body steps of the last round, the projections, and a bare loop after each step."""
 
     def __init__(self, method, stream, clock, repeats):
         self.method, self.stream, self.clock, self.repeats = method, stream, clock, repeats
@@ -80,13 +80,13 @@ class Times(Callback):
 
 
 def past(memory):
-    """Return the stored samples and labels of each past task."""
+    """Return a list of the stored samples and labels of each past task."""
     rows = [memory["task"] == task for task in range(TASKS)]
     return [(memory["x"][chosen], memory["y"][chosen]) for chosen in rows]
 
 
 def gradients(model, tasks, stream):
-    """Compute the gradient of the loss on each task's samples for the body. The loss uses only the task's classes."""
+    """Compute the gradients of the body for the loss on each task's samples, over the classes of the task."""
     body = list(model.body.parameters())
     for x, y in tasks:
         block = next(block for block in stream.blocks if int(y[0]) in block)

@@ -60,7 +60,7 @@ METHODS = {
 
 
 def split_digits(seed):
-    """Return a pair for each experience, which has two classes: the training data and the test data."""
+    """Return a pair (training data, test data) for each experience. Each experience has two classes."""
     x, y, test_x, test_y = halves(seed)
     classes = nc_benchmark(
         TensorDataset(x, y), TensorDataset(test_x, test_y), TASKS, task_labels=False, seed=seed
@@ -73,7 +73,7 @@ def split_digits(seed):
 
 
 def permuted_digits(seed):
-    """Return a pair for each experience, which has all digits with permuted pixels: the training and the test data."""
+    """Return a pair (training data, test data) for each experience. Each experience permutes all digits' pixels."""
     x, y, test_x, test_y = halves(seed)
     generator = np.random.RandomState(seed)
     orders = [torch.from_numpy(generator.permutation(x.shape[1])) for _ in range(TASKS)]
@@ -92,7 +92,7 @@ BENCHMARKS = {"split digits": split_digits, "permuted digits": permuted_digits}
 
 
 def ours(model, name, experiences, epochs):
-    """Train a `Classifier` with one Trainer per experience. The method keeps its state from one fit to the next."""
+    """Train a `Classifier` with a new Trainer per experience. The method's state is kept from fit to fit."""
     task, callbacks = Classifier(model, 10, sgd), METHODS[name][0]()
     for train, _ in experiences:
         trainer = L.Trainer(
@@ -103,7 +103,7 @@ def ours(model, name, experiences, epochs):
 
 
 def avalanche(model, name, experiences, epochs):
-    """Train the same model with Avalanche's strategy and plugin."""
+    """Train a model on all experiences with Avalanche's `Naive` strategy and the plugin of a method."""
     strategy = Naive(
         model=model, optimizer=sgd(model.parameters()), criterion=CrossEntropyLoss(), train_mb_size=BATCH,
         train_epochs=epochs, plugins=METHODS[name][1](), evaluator=None,
@@ -152,7 +152,7 @@ def of(run):
 
 
 def spread(values, sign=""):
-    """Return a text with the mean and the standard deviation."""
+    """Return a text with the mean and the standard deviation of the values, such as "91.2 ± 0.4"."""
     return f"{statistics.mean(values):{sign}.1f} ± {statistics.stdev(values):.1f}"
 
 

@@ -31,7 +31,7 @@ def problem(k, p):
 
 
 def usual(gradient, other_gradients):
-    """Project with torch dot products, and with a quadratic program on double-precision copies."""
+    """Return the usual implementation's projection: torch dot products and a double-precision quadratic program."""
     dots = torch.stack([torch.dot(gradient, other) for other in other_gradients])
     if not (dots < 0).any():
         return gradient
@@ -44,7 +44,7 @@ def usual(gradient, other_gradients):
 
 
 def usual_in_columns(gradient, columns):
-    """Project with `usual`. The gradients are the columns of a matrix."""
+    """Return the result of `usual` for other gradients that are the columns of a matrix."""
     dots = torch.mm(gradient[None], columns)
     if not (dots < 0).any():
         return gradient
@@ -58,7 +58,7 @@ def distance_in_torch(gradient, other_gradients):
 
 
 def timed(function, *args):
-    """Return the seconds of one call."""
+    """Return the wall time in seconds of one call of a function."""
     start = time.perf_counter()
     function(*args)
     return time.perf_counter() - start
@@ -80,7 +80,7 @@ def compare(name, our_function, usual_function, args, repeats):
 
 
 def main():
-    """Run all cases."""
+    """Compare all cases, and print the ratios."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=11)

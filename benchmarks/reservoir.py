@@ -44,19 +44,19 @@ BETA, LEAK = 1.0, 0.5
 
 
 def network(units=UNITS, dtype=torch.float32):
-    """Return a leaky reservoir. A tenth of its weights are nonzero, as in reservoirpy, which can use sparse weights."""
+    """Return a leaky reservoir with 10 % nonzero recurrent weights, which reservoirpy can store as a sparse matrix."""
     reservoir = EchoStateNetwork(INPUTS, units, leaking_rate=LEAK, recurrent_connectivity=0.1, seed=0)
     return reservoir.requires_grad_(False).to(dtype)
 
 
 def sequences(count, steps=STEPS, seed=0):
-    """Return random sequences and their labels. Random values are enough, because the time does not depend on them."""
+    """Return random sequences and labels. The measured times do not depend on the values."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(count, steps, INPUTS, generator=generator), torch.randint(CLASSES, (count,), generator=generator)
 
 
 def seconds(function, *args):
-    """Return the seconds of one call."""
+    """Return the wall time in seconds of one call of a function."""
     start = time.perf_counter()
     function(*args)
     return time.perf_counter() - start
@@ -168,7 +168,7 @@ def against_reservoirpy(table):
 
 
 def federation(clients, size, plastic, units=UNITS, dtype=torch.float32):
-    """Return the seconds of one IncFed round, or of a FedIP round and the round of its readout, and the readout."""
+    """Return the seconds and the resulting readout of one IncFed round, or of a FedIP round plus a readout round."""
     times = []
     clock = LambdaCallback(
         on_train_start=lambda *_: times.append(time.perf_counter()),

@@ -34,11 +34,11 @@ class Module(L.LightningModule):
         self.net = network
 
     def training_step(self, batch, batch_idx):
-        """Return the loss."""
+        """Return the mean cross-entropy of a batch."""
         return F.cross_entropy(self.net(batch[0]), batch[1])
 
     def configure_optimizers(self):
-        """Return SGD."""
+        """Return the SGD optimizer."""
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
@@ -49,7 +49,7 @@ def in_use(field):
 
 
 def fit(network, clients, reduction):
-    """Train for three rounds."""
+    """Train a network for three rounds. Each client has four random images and trains sequentially."""
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(4 * clients, 3, 32, 32, generator=generator), torch.arange(4 * clients) % 4
     options = {"scenario": ClassIncremental(1, rounds_per_experience=3), "split": Split(test=0.0), "seed": 0}

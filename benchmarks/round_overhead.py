@@ -10,8 +10,8 @@
 - 20 clients with 600 windows each, and the HAR-CNN. The signals are random in the shape of UCI HAR, because the time
   does not depend on the values.
 
-In cases with one full batch per client, a bare `vmap` computes the same step: gradient, SGD and mean. Its input tensors
-are stacked before the timing. The script first checks that the final weights agree. "Lightning alone" is an epoch of a
+In cases with one full batch per client, a bare `vmap` computes the same step: gradient, SGD and mean. The input
+tensors of `vmap` are stacked before the timing. The script first checks that the final weights agree. "Lightning alone" is an epoch of a
 Trainer with one step on one vector and one logged number. A round with one vectorized step has the same number of
 steps and logged numbers. The implementations alternate. Run nothing else on the machine.
 """
@@ -58,7 +58,7 @@ def har_case():
 
 
 class Clock(Callback):
-    """A callback that times a fit from the start of its second epoch to its end. The first epoch is a warm-up.
+    """A callback that times a fit from the start of the second epoch to the end of the last. The first is a warm-up.
 
     Args:
         timer: Function that returns the current time in seconds.
@@ -86,7 +86,7 @@ def trainer_of(clock, rounds, strategy):
 
 
 def through_trainer(case, rounds, timer=time.perf_counter):
-    """Return the seconds per round in one `Trainer.fit`, without its start-up and warm-up, and the final weights."""
+    """Return the seconds per round of one `Trainer.fit`, without start-up and warm-up round, and the final weights."""
     (x, y), client, model, classes, batch_size = case
     stream = FederatedStream.from_arrays(
         x,
@@ -117,7 +117,7 @@ class OneVector(L.LightningModule):
         return loss
 
     def configure_optimizers(self):
-        """Return SGD."""
+        """Return the SGD optimizer."""
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
@@ -208,7 +208,7 @@ def compare(name, case, rounds, repeats, vectorized=False):
 
 
 def main():
-    """Run all cases."""
+    """Compare all cases, and print the ratios."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=7)

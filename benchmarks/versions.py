@@ -100,7 +100,7 @@ def train_plain(method, epochs):
 
 
 def cases(quick):
-    """Return the cases by name. Each case is a function that returns its measurement."""
+    """Return a dict that maps the name of each case to a function, which runs the case and returns a measurement."""
     import any_module
     import round_overhead
 
@@ -167,7 +167,7 @@ class Version:
         self.cases = self.process.stdout.readline().strip().split("|")
 
     def close(self):
-        """End the process."""
+        """Close the standard input of the process, and wait until the process ends."""
         self.process.stdin.close()
         self.process.wait()
 

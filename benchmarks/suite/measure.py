@@ -24,7 +24,7 @@ def end_with(parent):
 
 
 def main(name, engine, rounds, marks, state, device, quick=""):
-    """Create the data, and run the engine."""
+    """Create the data of the workload ``name``, run the engine, and write marks and the server's last state."""
     torch.set_num_threads(1)
     # Processes of further ranks run this function, too. They inherit `SUITE_ROOT` from the first process.
     root = int(os.environ.setdefault("SUITE_ROOT", str(os.getpid())))

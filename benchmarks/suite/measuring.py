@@ -78,7 +78,7 @@ def measured(workload, engine, python, device="cpu", quick=False):
         engine: Name of the engine.
         python: Path of the Python that runs the engine. If there is none, a RuntimeError with the reason.
         device: ``"cpu"`` or ``"cuda"``.
-        quick: Whether to use a small size, for tests only. Its times cannot be compared.
+        quick: Whether to use a small size, for tests only. Times of small sizes cannot be compared.
     """
     if isinstance(python, RuntimeError):
         return {"error": str(python)}
@@ -119,8 +119,9 @@ def summarize_marks(lines, rounds):
 
     Returns:
         Seconds (``round``) and processor seconds (``cpu``) per round without the warm-up, and the start-up time
-        without the data (``start``). If the engine marks its planning, also its time (``setup``), the time from its
-        end to the first round (``first``), and the growth of the peak memory in MiB (``grown``).
+        without the data (``start``). If the engine marks the set-up of its data, three more values: the time of the
+        set-up (``setup``), the time from the end of the set-up to the first round (``first``), and the growth of the
+        peak memory in MiB since the start of the set-up (``grown``).
     """
     mark_by_name = {line["name"]: line for line in lines}
     timed = rounds - 1
@@ -147,7 +148,7 @@ def difference(expected, actual):
 
 
 def _watched(command, workload, quick, errors):
-    """Run a command, and measure the memory of its process and the descendants of the process.
+    """Run a command, and measure the memory of the command's process and all descendants.
 
     Returns:
         The reason of a failure, or None if the command succeeded. The memory samples, as pairs of time and MiB.

@@ -31,7 +31,7 @@ def read(out):
 
 
 def middle(values):
-    """Return the median, the lowest and the highest value."""
+    """Return the median, the lowest and the highest of some values."""
     return statistics.median(values), min(values), max(values)
 
 

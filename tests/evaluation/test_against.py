@@ -1,4 +1,4 @@
-"""Tests of the comparison with a paper: agreement of each value, verdict on a table, and the chart."""
+"""Tests of the comparison of results with a paper: agreement of each value, verdict on a table, and the chart."""
 
 import pytest
 

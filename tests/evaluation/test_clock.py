@@ -1,4 +1,4 @@
-"""Tests of the values of a record by the simulated clock."""
+"""Tests of results by simulated time: times of rounds, time to reach a value, curves, CSV columns and charts."""
 
 import csv
 import math

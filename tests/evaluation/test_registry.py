@@ -69,7 +69,7 @@ def test_leaderboard_columns_match_units_and_directions_of_metrics():
 
 
 def run_of(quantity, is_good):
-    """Return a record of two tasks: with high accuracy and low cost, or with low accuracy, forgetting and high cost."""
+    """Return a record of two tasks: with good values and low cost, or with bad values, forgetting and high cost."""
     names = ["x", "y", "z"]
     tasks = {model: [[0, 1], [2]] for model in MODELS}
     rounds = []

@@ -74,7 +74,7 @@ def results(row="FLwF-2T/FT", seed=0, expected=None, **shape):
 
 
 class Reader(HTMLParser):
-    """Reads a page: tags with their attributes, charts by caption, tables by section, and the visible text."""
+    """A parser of a page: reads tags with attributes, charts by caption, tables by section, and the visible text."""
 
     def __init__(self, page):
         super().__init__()

@@ -28,7 +28,7 @@ def add(aggregator, upload, weight, number=None):
 
 
 def aggregate(reduction, uploads, weights=None, server=None):
-    """Return the new value of the only entry of a state."""
+    """Return the aggregated value of a state entry. Each upload is one client's value of the entry."""
     aggregator = Aggregator({"w": get_reduction("w", reduction)})
     for upload, weight in zip(uploads, weights or [1.0] * len(uploads), strict=True):
         add(aggregator, {"w": upload}, weight)

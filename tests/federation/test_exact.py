@@ -63,7 +63,7 @@ WEIGHTS = {
 
 
 def bits(tensor):
-    """Return a digest that is equal if two tensors are bitwise identical, including the signs of zeros."""
+    """Return a digest of a tensor's bytes. Bitwise identical tensors (with equal signs of zeros) have equal digests."""
     return hashlib.sha256(tensor.flatten().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
@@ -301,7 +301,7 @@ def test_krum_equal_scores_selects_lowest_client_index():
 
 
 class Said:
-    """Values that ranks exchange. Each rank is a thread."""
+    """A store for the values that ranks exchange. Each rank is a thread."""
 
     def __init__(self, number):
         self.number, self.values, self.met = number, [None] * number, Barrier(number)

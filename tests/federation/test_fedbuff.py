@@ -37,7 +37,7 @@ def begun(schedule, plan, participation=1.0, seed=3, round_idx=0, **deployment):
 
 
 def by_hand(plan, speeds, buffer_size, concurrency, seed, rounds):
-    """Simulate the same schedule step by step, without a heap.
+    """Simulate the schedule of FedBuff step by step, without a heap.
 
     Returns a list with one tuple per round: the buffer as pairs (client, version), the skipped clients, and the end of
     the round.

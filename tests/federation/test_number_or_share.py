@@ -18,7 +18,7 @@ CLIENT = "`participation` is the integer 1, which is 1 of 5 clients per round. W
 
 @pytest.fixture
 def warnings_of(caplog):
-    """Return a function that calls another function and returns its warnings about the integer 1."""
+    """Return a function that calls a given function and returns the logged warnings about the integer 1."""
 
     def find(function, *args, **kwargs):
         caplog.clear()

@@ -1,4 +1,4 @@
-"""Tests of the placement of clients on ranks: balanced loads, and clients that stay on the rank with their states."""
+"""Tests of the placement of clients on ranks: balanced loads, and clients that stay on the rank of their states."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ class Several:
 
 
 def places(number, samples, store=None):
-    """Return the client groups of each rank. Each group has one client."""
+    """Return for each rank the indices of the client groups that the rank trains. Each group has one client."""
     clients = list(samples)
     ranks = [Placement(Several(number, rank), clients, store or ClientStore()) for rank in range(number)]
     return [placement.assign([[client] for client in clients], samples) for placement in ranks]

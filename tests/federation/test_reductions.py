@@ -18,7 +18,7 @@ from lightning_fcl.federation.robust import Krum, TrimmedMean
 
 
 class PowerMean(Reduction):
-    """The power mean: a root of the weighted mean of powers. Its accumulator does not store the uploads."""
+    """The power mean: a root of the weighted mean of powers. The accumulator does not store the uploads."""
 
     name = "power_mean"
     made = 0

@@ -133,7 +133,7 @@ def test_load_state_dict_invalid_clients_raises_and_keeps_store(clients):
 
 def test_extra_entry_with_custom_reduction():
     class Last(Reduction):
-        """A reduction to the last upload. Clients start at -1."""
+        """A reduction whose result is the last upload. Clients start at -1."""
 
         name = "last"
         is_downloaded = False

@@ -28,7 +28,7 @@ def same(left, right, tolerance=0.0):
 
 
 def local_training(task, state, stream, client, round_idx, seed=0):
-    """Train a client by hand. Return its state and its number of samples."""
+    """Train a client by hand. Return the trained state and the client's number of samples."""
     local = copy.deepcopy(task)
     local.load_state_dict(state)
     x, y = stream.get_samples(stream.plan.train[round_idx][client])
@@ -311,7 +311,7 @@ def test_swarm_accepts_integers_as_node_names(fit, make_task):
 
 
 def test_swarm_missed_sync_keeps_buffers_of_node(fit, make_stream):
-    """A node that misses a synchronization continues with its own running statistics of batch normalization."""
+    """A node that misses a synchronization continues with the node's own running statistics of batch normalization."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))
     task = Classifier(model, 4, lambda params: torch.optim.SGD(params, lr=0.1))

@@ -28,7 +28,7 @@ from lightning_fcl.tasks.ridge_statistics import ConcatRows
 
 
 class Probe(UploadTransform):
-    """Records the number of bytes that each client sends in each round."""
+    """An upload transform that records the number of bytes that each client sends in each round."""
 
     stage = Stage.COUNT
 
@@ -42,7 +42,7 @@ class Probe(UploadTransform):
 
 
 class Clip(UploadTransform):
-    """Scales each client's upload so that the norm over all tensors is at most ``bound``."""
+    """An upload transform that scales each client's update so that the norm over all tensors is at most ``bound``."""
 
     stage = Stage.CLIP
     needs_updates = True
@@ -56,7 +56,7 @@ class Clip(UploadTransform):
 
 
 class Norms(UploadTransform):
-    """Records the norm of each upload over all tensors, and the names of the tensors."""
+    """An upload transform that records the norm of each update over all tensors, and the names of the tensors."""
 
     stage = Stage.COUNT
     needs_updates = True
@@ -70,7 +70,7 @@ class Norms(UploadTransform):
 
 
 class Updates(UploadTransform):
-    """A transform for which clients send updates. It does not change the updates."""
+    """A transform that needs updates instead of states, and does not change the updates."""
 
     stage = Stage.CLIP
     needs_updates = True
@@ -304,7 +304,7 @@ def test_secure_aggregation_is_close_to_plain_aggregation(fit, make_stream, make
 
 
 class Counts(UploadTransform):
-    """Counts the rounds at the server, and the uploads at each client."""
+    """An upload transform that counts the rounds at the server, and the uploads at each client."""
 
     stage = Stage.COUNT
     keeps_state = True

@@ -84,7 +84,7 @@ class Tied(Own):
 
 
 class Counts(Own):
-    """Scales the loss by the epoch and the batch index, returns a dict, and counts labels in a buffer."""
+    """A module that scales the loss by epoch and batch index, returns a dict, and counts labels in a buffer."""
 
     def prepare(self):
         self.register_buffer("seen", torch.zeros(4))
@@ -97,7 +97,7 @@ class Counts(Own):
 
 
 class Teaches(Own):
-    """Has a frozen teacher that is a moving average of the network and is part of the module's state."""
+    """A module with a frozen teacher, which is a moving average of the network and part of the module's state."""
 
     def prepare(self):
         self.teacher = copy.deepcopy(self.net).requires_grad_(False)
@@ -110,7 +110,7 @@ class Teaches(Own):
 
 
 class Remembers(Own):
-    """Has a training step without `batch_idx`, and an optimizer with momentum and weight decay."""
+    """A module with a training step without `batch_idx`, and an optimizer with momentum and weight decay."""
 
     def training_step(self, batch):
         return self.loss(*batch)
@@ -140,7 +140,7 @@ MODULES = {
 
 @pytest.fixture
 def both(fit):
-    """Return a function that trains a module in both ways, and returns the states and logged values."""
+    """Return a function that trains a module sequentially and vectorized, and returns the states and logged values."""
 
     def run(make, stream=stream_of, methods=tuple, sizes=(1, "auto"), expected=True, **options):
         states, logs = [], []
@@ -172,7 +172,7 @@ def test_custom_module_vectorized_equals_sequential(both, kind):
 
 
 class Measures(Own):
-    """Updates and logs torchmetrics objects. The confusion matrix skips the first batch."""
+    """A module that updates and logs torchmetrics objects. The confusion matrix skips the first batch."""
 
     def prepare(self):
         self.accuracy, self.losses = MulticlassAccuracy(4), MeanMetric()
@@ -289,7 +289,7 @@ METHODS = {
 
 
 class Stated(Own):
-    """Defines `sample_loss`, which some methods need, and a separate training step."""
+    """A module that defines `sample_loss`, which some methods need, and a separate training step."""
 
     lightning_fcl_protocols = True
 
@@ -331,7 +331,7 @@ class Boring(BoringModel):
 
 
 class Inputs(torch.utils.data.Dataset):
-    """Inputs without labels."""
+    """A dataset of inputs without labels."""
 
     def __init__(self):
         self.x = torch.from_numpy(inputs(32))
@@ -344,7 +344,7 @@ class Inputs(torch.utils.data.Dataset):
 
 
 class Tokens(Inputs):
-    """Sentences of 3 to 8 words. Each sample is a dict."""
+    """A dataset of sentences of 3 to 8 words. Each sample is a dict."""
 
     def __getitem__(self, index):
         words = torch.arange(index % 6 + 3) * (index + 1) % 20
@@ -352,7 +352,7 @@ class Tokens(Inputs):
 
 
 def padded(items):
-    """Collate sentences to a batch, padded to the longest sentence."""
+    """Return a batch of sentences, padded to the longest sentence of the batch."""
     words = nn.utils.rnn.pad_sequence([item["input"]["words"] for item in items], batch_first=True)
     return {"input": {"words": words, "mask": words == 0}, "labels": torch.tensor([item["label"] for item in items])}
 

@@ -31,7 +31,7 @@ def stream_of(**samples):
 
 
 class Scaled(Classifier):
-    """Has a loss with a term divided by the number of batches, as Bayesian layers have."""
+    """A classifier whose loss has a term divided by the number of batches, as in Bayesian layers."""
 
     def __init__(self):
         torch.manual_seed(0)
@@ -43,7 +43,7 @@ class Scaled(Classifier):
 
 
 class Counts(L.LightningModule):
-    """Records the client, batch index, batch counts and learning rate of each training step."""
+    """A module that records the client, batch index, batch counts and learning rate of each training step."""
 
     def __init__(self, make=None):
         super().__init__()
@@ -82,7 +82,7 @@ def test_num_training_batches_counts_batches_of_the_client(fit):
 
 
 def test_loss_reading_num_training_batches_trains_sequentially(fit, assert_same):
-    """In vectorized training, all clients would read the number of batches of the largest client."""
+    """Training is sequential, because vectorized clients would all read the largest client's number of batches."""
     auto, alone = Scaled(), Scaled()
     trainer = fit(auto, stream_of(a=24, b=9))
     assert trainer.strategy.federation.local_trainer.num_vectorized_clients == 1
@@ -237,7 +237,7 @@ def test_training_step_without_batch_idx_accumulation_or_manual_optimization(fit
 
 
 class Watched(Classifier):
-    """A classifier with state that its loss or its forward pass can change."""
+    """A classifier with state that the loss or the forward pass of a subclass can change."""
 
     def __init__(self):
         torch.manual_seed(0)

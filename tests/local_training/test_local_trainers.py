@@ -57,7 +57,7 @@ class LeastSquares(L.LightningModule):
 
 
 class NormalEquations:
-    """Accumulates the normal equations of the samples of several clients."""
+    """A local trainer that accumulates the normal equations of the samples of several clients."""
 
     is_stacked = True
     optimizer = None

@@ -265,7 +265,7 @@ NAMES = {
     Freezes: "`net.1.training`",
     Lbfgs: "LBFGS",
 }
-"""Text in `details` of the expected reason, for steps whose reason names an attribute, a tensor or an optimizer."""
+"""Names that the `details` of the expected reason contain, for steps whose reason names an object."""
 
 
 @pytest.mark.may(

@@ -40,7 +40,7 @@ def stream_of(seed=0, shape=(6,), classes=CLASSES, partition=None):
 
 
 class Weighted(Classifier):
-    """Weights each sample by its class, normalized over the batch."""
+    """A classifier that weights each sample's loss by the class of the sample, normalized over the batch."""
 
     def sample_loss(self, output, y):
         weight = 1 + (y == CLASSES - 1).to(output) + 0.5 * (y == 0).to(output)
@@ -76,14 +76,14 @@ class Place(Classifier):
 
 
 class Summed(Classifier):
-    """Scales the mean loss by the batch size, so that the loss is a sum."""
+    """Scales each loss by the batch size, so that the batch's loss is proportional to the sum over samples."""
 
     def sample_loss(self, output, y):
         return super().sample_loss(output, y) * len(y) / 8
 
 
 class Seen(Classifier):
-    """Gives classes that are not in the batch a probability of 0."""
+    """Masks the logits of classes that are not in the batch, so that their probability is about 0."""
 
     def mask_logits(self, output, y):
         present = (torch.arange(self.num_classes, device=y.device) == y[:, None]).any(dim=0)
@@ -105,7 +105,7 @@ class Rare(Classifier):
 
 
 class Focal(Classifier):
-    """Weights each sample by its own loss and label only."""
+    """Weights each sample only by the loss and the label of the same sample."""
 
     def sample_loss(self, output, y):
         losses = super().sample_loss(output, y)
@@ -285,7 +285,10 @@ METHODS = {
 
 
 def in_two_ways(fit, make, methods=list, **options):
-    """Return the largest difference between sequential and automatic training, and the automatic choice."""
+    """Return the largest difference between the states after sequential and after automatically chosen training.
+
+    Also return the type of the chosen trainer, and the reason for sequential training or None.
+    """
     states = []
     for size in (1, "auto"):
         task = make()
@@ -331,7 +334,7 @@ class ChosenError(Exception):
 
 
 def choice(fit, monkeypatch, task, stream, methods=(), **options):
-    """Return the type of the chosen trainer, the reason, and the processor time of the choice in seconds."""
+    """Return the chosen trainer's type, the reason against padding (or None), and the choice's processor seconds."""
     found = []
 
     def choose(*args):
@@ -427,7 +430,7 @@ def test_method_trial_leaves_no_changes(fit, monkeypatch):
 KINDS = [kind for kind in (getattr(library, name) for name in library.__all__) if isinstance(kind, type)]
 KINDS = {kind.__name__: kind for kind in KINDS if issubclass(kind, Method) and kind is not Method}
 OF_OTHER_TASKS = {"DyToxMethod", "FedWEIT", "IntrinsicPlasticity", "LVTMethod", "LoRM", "TARGET", "Unlearning"}
-"""Methods that need a special network. The tests of these methods compare vectorized and sequential training."""
+"""Methods that need a special network. Other tests compare vectorized and sequential training of these methods."""
 
 
 @pytest.mark.parametrize("name", sorted(KINDS.keys() - OF_OTHER_TASKS))

@@ -46,7 +46,7 @@ OPTIMIZERS = {
 
 
 def train(fit, make_stream, monkeypatch, model, after, optimizer="sgd", callbacks=()):
-    """Return the state after a fit, and the number of batch shapes whose step was traced."""
+    """Return the state after a fit, and the number of training steps (one per batch shape) that were traced."""
     monkeypatch.setattr(vectorized, "AFTER", after)
     task = Classifier(copy.deepcopy(model), 4, OPTIMIZERS[optimizer])
     stream = make_stream(partition="dirichlet", num_clients=7, rounds_per_experience=3)

@@ -372,7 +372,7 @@ def test_fused_optimizers_vectorized_equal_sequential(fit, make_stream, make_tas
 
 
 def test_linear_weights_and_gradients_have_column_major_layout(fit, make_stream, make_task, monkeypatch):
-    """vmap returns gradients in this layout. A step on two different layouts takes three times as long."""
+    """vmap returns column-major gradients. A step on weights with another layout takes three times as long."""
     strides = []
 
     def step(self, closure):
@@ -441,7 +441,7 @@ def test_gradient_clipping_is_per_client(fit, make_stream, make_task, algorithm,
 
 
 class WithFeatures(nn.Module):
-    """Has dropout before and after the feature layer."""
+    """A network with dropout before and after the feature layer."""
 
     features = 8
 

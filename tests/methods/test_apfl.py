@@ -69,7 +69,7 @@ def test_apfl_and_ditto_shared_model_bitwise_equals_fedavg(fit, make_stream, opt
 
 
 def by_hand(task, stream, alpha0, alpha_lr, keep=False, strength=0.0):
-    """Train the shared model w and personal models v by Algorithm 1 of APFL, or by Ditto if ``strength`` is positive."""
+    """Train the shared model w and personal models v by the paper's Algorithm 1, or by Ditto if ``strength`` > 0."""
     w = copy.deepcopy(task)
     v, alpha = {c: copy.deepcopy(task) for c in stream.plan.clients}, dict.fromkeys(stream.plan.clients, alpha0)
     kept = {client: v[client].configure_optimizers() for client in v}

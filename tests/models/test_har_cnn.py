@@ -1,4 +1,4 @@
-"""Tests of HARCNN: it builds the layers of its notation, and an invalid notation raises an error with the reason."""
+"""Tests of HARCNN: the layers follow the notation, and an invalid notation raises an error with the reason."""
 
 import math
 

@@ -19,7 +19,7 @@ def make(make_task, train_a=True, rank=2):
 
 
 def full(state):
-    """Return the complete weights of the first layer."""
+    """Return the first layer's weight plus the scaled product of the LoRA matrices."""
     return state["model.net.1.layer.weight"] + 0.5 * state["model.net.1.b.weight"] @ state["model.net.1.a.weight"]
 
 

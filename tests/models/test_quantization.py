@@ -52,7 +52,7 @@ def relative(a, b):
 
 
 def conv_by_hand(x, weight, bias, stride, padding, groups):
-    """Compute a convolution of integers in int64, in loops over the kernel."""
+    """Return a convolution of integers, computed in int64 in loops over the kernel."""
     x = np.pad(x.astype(np.int64), ((0, 0), (0, 0), (padding, padding), (padding, padding)))
     outputs, inputs, height, width = weight.shape
     h, w = (x.shape[2] - height) // stride + 1, (x.shape[3] - width) // stride + 1

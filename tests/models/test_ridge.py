@@ -171,7 +171,7 @@ def test_solve_path_equals_single_solutions(symmetric):
 
 
 def exact_solution(a, b, beta):
-    """Solve by Gauss-Jordan elimination in fractions. Only the result is rounded."""
+    """Return the ridge solution for A and B by Gauss-Jordan elimination in fractions. Only the result is rounded."""
     size, beta = len(b), Fraction(float(beta))
     rows = [
         [Fraction(float(b[i, j])) + (beta if i == j else 0) for j in range(size)]

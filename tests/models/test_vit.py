@@ -285,7 +285,7 @@ def test_create_vit_weights_depend_on_the_seed(name):
 
 @each
 def test_create_vit_copies_and_other_weights_after_a_forward(name):
-    """Values that a model caches in its first forward pass must not hide a later change of its weights."""
+    """Values that a model caches in the first forward pass must not hide a later change of the model's weights."""
     model, other = shaken(tiny(name)).eval(), shaken(tiny(name)).eval()
     x = torch.randn(2, 3, 32, 32)
     before, wanted = model(x), other(x)

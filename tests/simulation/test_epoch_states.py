@@ -170,7 +170,7 @@ def seen(fit, tmp_path):
     """Return a function that fits with a number of processes, and returns the stored values of each process.
 
     The function also returns the Trainer.
-"""
+    """
 
     def run(number, module, stream, callback=Batches, arguments=None, **kwargs):
         folder = tmp_path / str(number)

@@ -48,7 +48,7 @@ def seen(task, x):
 
 
 def solution(task, x, y, beta=0.5, b=None):
-    """Return the solution on all samples, in NumPy. ``b`` replaces S^T S."""
+    """Return the ridge solution on the given samples, in NumPy. If given, ``b`` replaces S^T S."""
     states, targets = seen(task, x), np.eye(task.num_classes)[np.asarray(y)]
     b = states.T @ states if b is None else b
     return np.linalg.solve(b + beta * np.eye(len(b)), states.T @ targets).T
@@ -84,7 +84,7 @@ def test_ridge_any_partition_equals_pooled_solution(fit, kind, partition, experi
 
 
 def law(first, second):
-    """Combine W and C of two clients by the absolute aggregation law of He et al. (2025)."""
+    """Return W and C combined from two clients' W and C by the absolute aggregation law of He et al. (2025)."""
     (w, c), (v, d) = first, second
     r, q = np.linalg.inv(c), np.linalg.inv(d)
     joint, one = np.linalg.inv(c + d), np.eye(len(c))
@@ -102,7 +102,7 @@ class Weights(L.Callback):
 
 
 class Watched(L.Callback):
-    """Records a tensor of each client's state after its training."""
+    """Records a tensor of each client's state after the client's latest training."""
 
     def __init__(self, entry):
         self.entry, self.own = entry, {}

@@ -96,7 +96,7 @@ def by_hand(module, stream, groups):
 
 
 class ByHand(ContinualMetrics):
-    """Also computes the metrics by hand after each round."""
+    """A `ContinualMetrics` callback that also computes the metrics by hand after each round."""
 
     def on_round_end(self, trainer, pl_module):
         super().on_round_end(trainer, pl_module)

@@ -337,7 +337,7 @@ def test_reservoir_regressor_of_steps_equals_solution(train, make_series, make_r
 
 
 def best_beta(by_numpy, task, betas, data, validation):
-    """Return the first value of ``beta`` with the most correct steps, and its weights."""
+    """Return the first value of ``beta`` with the most correct steps, and the readout weights for this value."""
     a, b = by_numpy.statistics(task.reservoir, *data)
     states = by_numpy.run(task.reservoir, validation[0])[2]
     solutions = [by_numpy.solve(a, b, beta) for beta in betas]

@@ -22,7 +22,7 @@ def refuses(workload):
 
 @cache
 def _workload(name, quick, device):
-    """Return the workload with this name. It is created once per Ray actor."""
+    """Return the workload with the given name. Each Ray actor creates the workload once."""
     torch.set_num_threads(1)
     workload = workloads.make(name, quick)
     return workload.to(device) if device != "cpu" else workload

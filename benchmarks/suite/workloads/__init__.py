@@ -21,11 +21,11 @@ CURVES = ("drawn-", "width-")
 
 
 def make(name, quick=False):
-    """Return a new workload with this name. With ``quick``, its size is small."""
+    """Return a new workload with the given name. With ``quick``, the workload is small."""
     maker, options, _ = WORKLOADS[name]
     return maker(quick=quick, **options)
 
 
 def rounds_of(name, quick=False):
-    """Return the number of timed rounds. The warm-up round is not included."""
+    """Return the number of timed rounds of a workload, without the warm-up round. With ``quick``, at most 2."""
     return min(2, WORKLOADS[name][2]) if quick else WORKLOADS[name][2]

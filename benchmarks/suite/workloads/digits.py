@@ -9,7 +9,7 @@ from suite.workloads.gradient import Gradient
 
 
 def make(clients, width=32, clients_per_round=None, quick=False):
-    """Return the workload. With more than 119 clients, some clients have the same digits."""
+    """Return the digits workload. With more than 119 clients, some clients have the same digits."""
     clients, clients_per_round = (12, clients_per_round and 4) if quick else (clients, clients_per_round)
     x, y = load_digits(return_X_y=True)
     sample_indices = np.resize(np.random.default_rng(0).permutation(len(y)), 15 * clients)

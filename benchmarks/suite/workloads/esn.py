@@ -34,7 +34,7 @@ class Sums(Gradient):
         return {name: torch.zeros(shape, dtype=torch.float64, device=self.x.device) for name, shape in shapes.items()}
 
     def local(self, server, client):
-        """Return the statistics of a client and 1 as its weight, so that the server can add them."""
+        """Return a client's statistics and the weight 1. With equal weights, the server can add the statistics."""
         x, y = self.samples(client)
         states = self.model(x)
         targets = F.one_hot(y, self.classes).double()[:, None].expand(-1, states.shape[1], -1).flatten(0, 1)

@@ -45,7 +45,7 @@ class Gradient:
 
     @property
     def nbytes(self):
-        """Bytes of all samples, of their labels, and of one client id (8 bytes) per sample."""
+        """Number of bytes of all samples and labels, and of one client id (8 bytes) per sample."""
         return self.x.nbytes + self.y.nbytes + 8 * len(self.y)
 
     def samples(self, client):
