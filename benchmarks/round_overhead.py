@@ -10,10 +10,10 @@
 - 20 clients with 600 windows each, and the HAR-CNN. The signals are random in the shape of UCI HAR, because the time
   does not depend on the values.
 
-In cases with one full batch per client, a bare `vmap` computes the same step: gradient, SGD and mean. The input
-tensors of `vmap` are stacked before the timing. The script first checks that the final weights agree. "Lightning alone" is an epoch of a
-Trainer with one step on one vector and one logged number. A round with one vectorized step has the same number of
-steps and logged numbers. The implementations alternate. Run nothing else on the machine.
+In cases with one full batch per client, a bare `vmap` computes the same step: gradient, SGD and mean. The input tensors
+of `vmap` are stacked before the timing. The script first checks that the final weights agree. "Lightning alone" is an
+epoch of a Trainer with one step on one vector and one logged number. A round with one vectorized step has the same
+number of steps and logged numbers. The implementations alternate. Run nothing else on the machine.
 """
 
 import argparse

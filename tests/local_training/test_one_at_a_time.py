@@ -265,7 +265,7 @@ NAMES = {
     Freezes: "`net.1.training`",
     Lbfgs: "LBFGS",
 }
-"""Names that the `details` of the expected reason contain, for steps whose reason names an object."""
+"""Name in the `details` of the expected reason, for each step whose reason names an attribute, tensor or optimizer."""
 
 
 @pytest.mark.may(

@@ -48,7 +48,7 @@ class Weighted(Classifier):
 
 
 class Hard(Classifier):
-    """Uses only losses that are at least the median of the batch, and doubles these losses."""
+    """A classifier that doubles the losses that are at least the batch's median, and drops the other losses."""
 
     def sample_loss(self, output, y):
         losses = super().sample_loss(output, y)
@@ -69,21 +69,21 @@ class Contrast(Classifier):
 
 
 class Place(Classifier):
-    """Weights each sample by its position in the batch."""
+    """A classifier that weights each sample's loss by the position of the sample in the batch."""
 
     def sample_loss(self, output, y):
         return super().sample_loss(output, y) * torch.linspace(0.5, 1.5, len(y), device=output.device)
 
 
 class Summed(Classifier):
-    """Scales each loss by the batch size, so that the batch's loss is proportional to the sum over samples."""
+    """A classifier whose batch loss is proportional to the sum over samples, because each loss is scaled by batch size."""
 
     def sample_loss(self, output, y):
         return super().sample_loss(output, y) * len(y) / 8
 
 
 class Seen(Classifier):
-    """Masks the logits of classes that are not in the batch, so that their probability is about 0."""
+    """A classifier that masks the logits of classes that are not in the batch, so these classes have probability 0."""
 
     def mask_logits(self, output, y):
         present = (torch.arange(self.num_classes, device=y.device) == y[:, None]).any(dim=0)
@@ -97,7 +97,7 @@ class Centered(nn.Linear):
 
 
 class Rare(Classifier):
-    """Gives samples of the last class a larger weight, normalized over the batch."""
+    """A classifier that gives samples of the last class a larger weight, normalized over the batch."""
 
     def sample_loss(self, output, y):
         weight = 1 + 4 * (y == CLASSES - 1).to(output)
@@ -105,7 +105,7 @@ class Rare(Classifier):
 
 
 class Focal(Classifier):
-    """Weights each sample only by the loss and the label of the same sample."""
+    """A classifier that weights each sample's loss only by the loss and the label of the same sample."""
 
     def sample_loss(self, output, y):
         losses = super().sample_loss(output, y)
@@ -184,7 +184,7 @@ class ClassWeights(Method):
 
 
 class ModulesParameters(Method):
-    """Reads the parameters of the module instead of the parameters of the step."""
+    """A method whose penalty reads the module's parameters instead of the step's parameters."""
 
     def penalty(self, client, step):
         return 0.1 * sum(value.square().sum() for value in client.module.parameters())
@@ -237,7 +237,7 @@ class Draws(Method):
 
 
 class Counts(Method):
-    """Counts steps in an attribute that all clients of a vectorized step share."""
+    """A method that counts steps in an attribute, which all clients of a vectorized step share."""
 
     def start_client(self, client):
         self.steps = 0

@@ -44,7 +44,7 @@ def nearest(gradient, constraints):
 
 
 def cosines(result, gradient, constraints):
-    """Return constraint @ result / (norm of constraint * larger norm of gradient and result) per nonzero constraint."""
+    """Return c @ result / (|c| max(|gradient|, |result|)) for each nonzero constraint c."""
     lengths = constraints.double().norm(dim=1)
     products = constraints.double() @ result.double()
     return products[lengths > 0] / lengths[lengths > 0] / max(gradient.double().norm(), result.double().norm())

@@ -167,10 +167,7 @@ class Batches(Clients):
 
 @pytest.fixture
 def seen(fit, tmp_path):
-    """Return a function that fits with a number of processes, and returns the stored values of each process.
-
-    The function also returns the Trainer.
-    """
+    """Return a function that fits with some processes, and returns each process's stored values and the Trainer."""
 
     def run(number, module, stream, callback=Batches, arguments=None, **kwargs):
         folder = tmp_path / str(number)
