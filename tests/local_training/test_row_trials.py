@@ -56,7 +56,7 @@ class Hard(Classifier):
 
 
 class Share(Classifier):
-    """Weights each sample by the inverse frequency of its label in the batch."""
+    """A classifier that weights each sample's loss by the inverse frequency of the label in the batch."""
 
     def sample_loss(self, output, y):
         counts = (y[:, None] == y).sum(dim=1)
@@ -76,7 +76,7 @@ class Place(Classifier):
 
 
 class Summed(Classifier):
-    """A classifier whose batch loss is proportional to the sum over samples, because each loss is scaled by batch size."""
+    """A classifier that scales losses by the batch size, so a batch's loss is proportional to the sum over samples."""
 
     def sample_loss(self, output, y):
         return super().sample_loss(output, y) * len(y) / 8
@@ -131,14 +131,14 @@ def classifier(kind=Classifier, make=mlp):
 
 
 class MeanOutput(Method):
-    """Penalizes the mean output over all rows of the batch, without weights."""
+    """A method that penalizes the mean output over all rows of the batch, without weights."""
 
     def penalty(self, client, step):
         return step.output.mean(dim=0).square().sum()
 
 
 class WeightedMean(Method):
-    """Penalizes the weighted mean output. Padding rows have weight 0."""
+    """A method that penalizes the weighted mean output. Padding rows have weight 0."""
 
     def penalty(self, client, step):
         weight = (
@@ -155,28 +155,28 @@ class Entropy(Method):
 
 
 class Spread(Method):
-    """Penalizes a batch statistic of the outputs."""
+    """A method that penalizes the spread of the outputs around the mean output of the batch."""
 
     def penalty(self, client, step):
         return 0.3 * step.mean((step.output - step.output.detach().mean(dim=0)).square().sum(dim=1))
 
 
 class FeatureMean(Method):
-    """Penalizes a batch statistic of the features."""
+    """A method that penalizes the mean features of the batch."""
 
     def penalty(self, client, step):
         return 0.3 * step.embed_fn(step.x).mean(dim=0).square().sum()
 
 
 class Decorrelated(Method):
-    """Penalizes a batch statistic of outputs that `forward_fn` computes."""
+    """A method that penalizes the batch's standard deviation of outputs that `forward_fn` computes."""
 
     def penalty(self, client, step):
         return 0.1 * step.forward_fn(step.x).std(dim=0).sum()
 
 
 class ClassWeights(Method):
-    """Weights each sample by the inverse frequency of its label in the batch."""
+    """A method that adds a cross-entropy with weights by the inverse frequency of the label in the batch."""
 
     def penalty(self, client, step):
         share = (step.y[:, None] == step.y).to(step.output).mean(dim=1)
@@ -196,7 +196,7 @@ class Decay(Method):
 
 
 class Masked(Method):
-    """Penalizes a batch statistic over the classes of earlier experiences."""
+    """A method that penalizes a batch statistic over the classes of earlier experiences."""
 
     def prepare_client_state(self, client):
         return {
@@ -208,7 +208,7 @@ class Masked(Method):
 
 
 class LaterMean(Method):
-    """Penalizes a batch statistic from the second round on."""
+    """A method that penalizes the batch's mean output after a client's first training round."""
 
     def update_client_state(self, client, trained_state, data):
         return {"trained": torch.ones(())}
@@ -218,7 +218,7 @@ class LaterMean(Method):
 
 
 class LaterSpread(Method):
-    """Penalizes a batch statistic in later experiences only."""
+    """A method that penalizes a batch statistic after the client's first completed experience."""
 
     needs = Needs(round_samples=True)
 

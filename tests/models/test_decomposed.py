@@ -1,4 +1,4 @@
-"""Tests of the decomposed network: weights equal the paper's equation, and each sample uses the network of the sample's task."""
+"""Tests of the decomposed network: weights equal the paper's equation, and the task selects the sample's network."""
 
 import copy
 
