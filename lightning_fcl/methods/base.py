@@ -36,11 +36,11 @@ ReplayTransform = Callable[[Any], Any]
 
 @dataclass(eq=False, init=False)
 class MethodBase:
-    """Base class of methods. Its hooks store client state, and change optimizer steps, uploads and the server's model.
+    """Base class of methods, with hooks for client state, optimizer steps, uploads and the server's model.
 
     Subclass `Method`, which is also a Lightning callback. In a federation, the hooks run in sequential and in
-    vectorized training. They also run in a plain Trainer, which is a federation of one client with one round per epoch.
-    If the training of a client changes attributes of the method, `start_client` must reset them.
+    vectorized training. The hooks also run in a plain Trainer, which is a federation of one client with one round per
+    epoch. If the training of a client changes attributes of the method, `start_client` must reset these attributes.
 
     A subclass is a dataclass or defines a constructor. The fields of a dataclass are the arguments of the method.
     Declare a field with `lightning_fcl.validation.validated` to check its value.
@@ -55,7 +55,8 @@ class MethodBase:
     """Requirements of the method.
 
     `Needs.labels` and `Needs.round_samples` are always True if the class overrides `replay_samples` or
-    `project_gradient`. `Needs.sample_loss` is always True if it overrides `project_gradient`.
+    `project_gradient`. `Needs.labels` is also True if `Needs.round_samples` is True. `Needs.sample_loss` is always True
+    if the class overrides `project_gradient`.
     """
 
     vectorizable: ClassVar[bool] = True
@@ -66,10 +67,10 @@ class MethodBase:
     """
 
     accumulates: ClassVar[bool] = False
-    """Whether `end_experience` adds samples to the result of the experience's earlier rounds.
+    """Whether `end_experience` adds new samples to the state that it returned earlier in the experience.
 
-    If the rounds of an experience have different samples, the hook of such a method gets each sample once. The hook of
-    other methods gets the samples of the last round in which the client trained.
+    If True, and the rounds of an experience have different samples, `end_experience` gets each sample once. If False,
+    `end_experience` gets the samples of the last round in which the client trained.
     """
 
     clients: Clients = field(default="all", kw_only=True)
@@ -81,7 +82,7 @@ class MethodBase:
     """
 
     of_experience: ClassVar[tuple[str, ...]] = ()
-    """Name patterns of the method's tensors that are reset in each experience.
+    """Name patterns of the method's tensors that belong to one experience and are reset in the next experience.
 
     See `lightning_fcl.methods.experience`.
     """
@@ -271,13 +272,14 @@ class MethodBase:
         return {}
 
     def upload_statistics(self, client: Client, trained_state: State, data: Batch) -> State:
-        """Return a client's upload for tensors of `init_server_state`, by name, with the same shapes."""
+        """Return a client's upload for tensors of `init_server_state`, by name, with the shapes of these tensors."""
         return {}
 
     def contribute_experience(self, client: Client, trained_state: State, data: Batch) -> State:
-        """Return a client's contribution to tensors of `init_server_state` for an experience, with the same shapes.
+        """Return a client's contribution in an experience to tensors of `init_server_state`, by name.
 
-        The reduction of these tensors is a sum. If a client trains in several rounds of an experience, it uploads the
+        Each value has the shape of its tensor. The reduction of these tensors is a sum. If a client trains in several
+        rounds of an experience, the client uploads the
         change since its last contribution. When the experience ends, the server has the sum of the latest contributions
         of all clients, see `Server.ends`. With full participation, a client uploads once, in the last round.
 
@@ -330,7 +332,7 @@ class MethodBase:
         return type(self).__name__
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return the method's arguments by name, if they are bools, numbers, strings or lists."""
+        """Return the arguments and other public attributes by name, if they are bools, numbers, strings or lists."""
         plain = (bool, int, float, str, list)
         arguments = {name: value for name, value in vars(self).items() if not name.startswith("_")}
         return {name: value for name, value in arguments.items() if isinstance(value, plain)}
@@ -390,7 +392,7 @@ def keeps_client_state(method: MethodBase, client_round: ClientRound) -> bool:
 
 
 def changes_loss(method: MethodBase, client: Client) -> bool:
-    """Return whether a method changes the loss of a client."""
+    """Return whether a method may change the loss of a client."""
     return overrides_hook(method, "penalty") or method.task_weight(client) != 1
 
 

@@ -43,7 +43,8 @@ def check_batch(method: MethodBase, batch: Batch, stored: bool = True) -> None:
 def check_samples(method: MethodBase, trainer: L.Trainer) -> None:
     """Raise TypeError if a method stores samples but the samples of the stream cannot be stored.
 
-    The check reads two samples. It restores the random number generators and any state of the dataset that changes.
+    The check reads at most two samples. It restores the random number generators, and state of the dataset that changes
+    during the check.
     """
     stream = find_stream(trainer)
     stores = method.needs.tensors or overrides_hook(method, "replay_samples")
@@ -90,7 +91,11 @@ def check_stored(method: MethodBase, batch: Batch) -> None:
 
 
 def _named(batch: Batch) -> dict[str, object]:
-    """Return the values of a batch by name. The values of a pair are named ``x`` and ``y``."""
+    """Return the values of a batch by name.
+
+    The first two values of a list or tuple are named ``x`` and ``y``. A batch of another type is one value ``batch``,
+    unless it is a mapping.
+    """
     return {str(name): value for name, value in (batch if isinstance(batch, Mapping) else _pair(batch)).items()}
 
 
@@ -99,7 +104,7 @@ def _pair(batch: Batch) -> dict[str, object]:
 
 
 def _leaves(name: str, batch: Batch) -> Iterator[tuple[str, object]]:
-    """Yield the paths and values of nested dicts, lists and tuples."""
+    """Yield the path and the value of each leaf in nested dicts, lists and tuples."""
     if isinstance(batch, Mapping):
         parts: list[tuple[object, object]] = [*batch.items()]
     elif type(batch) in (list, tuple) and len(batch):
@@ -112,7 +117,7 @@ def _leaves(name: str, batch: Batch) -> Iterator[tuple[str, object]]:
 
 
 def _described(value: object) -> str:
-    """Return a description of a value: its type, with its shape or the types of its items."""
+    """Return a value's type, with the shape of a tensor or the item types of a list or tuple."""
     if isinstance(value, Tensor):
         return f"a {type(value).__name__} of shape {tuple(value.shape)}"
     inner = {type(item).__name__ for item in value} if type(value) in (list, tuple) else set()  # type: ignore[attr-defined]

@@ -35,7 +35,7 @@ class Items:
 
 
 class Agent(SimpleNamespace):
-    """The attributes of Avalanche's training loop that a selection strategy can read."""
+    """An object with the attributes of Avalanche's training loop that a selection strategy can read."""
 
     def __init__(self, buffer: ExemplarsBuffer, model: torch.nn.Module, experience: int) -> None:
         device = next(model.parameters()).device
@@ -63,15 +63,15 @@ def select(
     agent: Agent,
     generator: torch.Generator,
 ) -> tuple[Tensor, StateSection]:
-    """Select samples with a buffer of Avalanche.
+    """Return the positions of the samples that a buffer of Avalanche selects, and state for the next selection.
 
     Args:
         buffer: The buffer. It is copied and does not change.
         sample: Function that returns the sample at a position.
         labels: Class of each sample, shape (n,). Samples of an earlier selection come first.
         tasks: Experience of each sample, shape (n,).
-        memory: The state that the earlier selection returned: ``priority`` or ``group`` of the samples that it
-            selected, shape (selected,). {} for the first selection.
+        memory: The state that the earlier selection returned: ``priority`` or ``group`` of each sample selected
+            there, shape (selected,). {} for the first selection.
         agent: The attributes of Avalanche's training loop.
         generator: Random number generator. It draws one seed for the selection.
 

@@ -155,9 +155,9 @@ def compose(
 def local_epochs_fn(
     methods: Sequence[MethodBase], client_of: ClientOf, default_epochs: int
 ) -> int | Callable[[ClientRound], int]:
-    """Return the number of local epochs that the first method with such a number defines. Default: ``default_epochs``.
+    """Return the number of local epochs that the first method with such a number defines, or ``default_epochs``.
 
-    If a method overrides `MethodBase.local_epochs`, the result is a function of the client's round.
+    If a method overrides `MethodBase.local_epochs`, return a function that computes the number from a `ClientRound`.
     """
     saying = methods_overriding(methods, "local_epochs")
 

@@ -43,8 +43,9 @@ class Client:
         local_epoch: Index of the current local epoch, from 0.
         num_steps: Number of the client's optimizer steps in the round. The number is complete at the end of the round.
         missed_sync: Whether the server did not receive the client's upload of the round. Set at the end of the round.
-        result: For `Method.end_experience` of a method that accumulates samples: the result of the experience's earlier
-            rounds, to which the hook adds ``data``. {} if ``data`` has all samples of the experience so far.
+        result: The state that `Method.end_experience` returned after earlier rounds of the experience. The hook adds
+            ``data`` to this state. {} if ``data`` has all samples of the experience so far, or if the method does not
+            accumulate samples.
         reply: Tensors that the server sent for `Method.prepare_client_state` at the start of the round, see
             `Method.reply`.
         may_end: Whether the client's experience may end with the round.
@@ -124,7 +125,7 @@ class Client:
         return self._history
 
     def set_history(self, make: Callable[[], SampleHistory | None]) -> None:
-        """Set a function that computes `history` when it is first read."""
+        """Set the function that computes `history` when `history` is first read."""
         self._make_history = make
 
     @property
@@ -143,7 +144,7 @@ class Client:
         return data if self.history is None else self.select_samples(data, self.history.new)
 
     def select_samples(self, data: Batch, mask: Tensor) -> Batch:
-        """Return the round's samples where ``mask``, shape (n,), is True. Also select the labels of `client_round`."""
+        """Return the round's samples where ``mask``, shape (n,), is True. Keep only their labels in `client_round`."""
         if bool(mask.all()):
             return data
         if self._part is not None and len(self._part.labels) == len(mask):

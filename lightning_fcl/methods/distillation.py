@@ -25,9 +25,8 @@ from lightning_fcl.validation import above, at_least, between, one_of, validated
 def distillation_loss(student: Tensor, teacher: Tensor, temperature: float = 2.0) -> Tensor:
     """Return the cross-entropy between the softened outputs of teacher and student, per sample (Hinton et al. 2015).
 
-    Both outputs are a softmax of the logits divided by ``temperature``.
-
-    Classes with logits of -inf do not contribute.
+    Both outputs are a softmax of the logits divided by ``temperature``. Classes for which the teacher's logit is -inf
+    do not contribute.
     """
     share = F.softmax(teacher / temperature, dim=-1)
     return -(share * F.log_softmax(student / temperature, dim=-1).masked_fill(share == 0, 0.0)).sum(dim=-1)
@@ -51,7 +50,7 @@ class FLwF2T(Method):
         temperature: Temperature of teacher and student, above 0.
         reduction: Mean of the distillation loss, as in `torch.nn.KLDivLoss`. ``"batchmean"``: over samples.
             ``"mean"``: over samples and classes.
-        teacher: The client's previous model in the loss. ``"snapshot"``: a copy of the client's model after its last
+        teacher: Kind of the previous model in the loss. ``"snapshot"``: a copy of the client's model after its last
             round. ``"live"``: a reference to the model that is training, as in a program that forgets to copy the
             model. With ``"live"``, the term of the previous model is 0, and the client keeps no model.
         clients: Clients that distill. All other clients fine-tune. See `Method`.
@@ -246,7 +245,10 @@ class FedNTD(Method):
 
 
 def contrastive_loss(features: Tensor, positive: Tensor, negative: Tensor, temperature: float = 0.5) -> Tensor:
-    """Return ``-log(e^(s_pos / t) / (e^(s_pos / t) + e^(s_neg / t)))`` of cosine similarities s, shape (batch,).
+    """Return MOON's loss ``-log(e^(s_pos / t) / (e^(s_pos / t) + e^(s_neg / t)))`` of each sample, shape (batch,).
+
+    s_pos is the cosine similarity of ``features`` and ``positive``. s_neg is the cosine similarity of ``features`` and
+    ``negative``. t is ``temperature``.
 
     Example:
         >>> contrastive_loss(Tensor([[1, 2]]), positive=Tensor([[3, 6]]), negative=Tensor([[1, 2]]))

@@ -49,8 +49,8 @@ def averaged_parameters(module: L.LightningModule) -> State:
 def local_gradient_weight(group: Mapping[str, Any], steps: int) -> float:
     """Return the total weight that the gradients of ``steps`` SGD steps have in the parameter change.
 
-    Without momentum, this is the number of steps. With momentum, it is larger, and called ``||a||_1`` by Wang et al.
-    2020. For parameter groups without the entry ``momentum``, it is the number of steps.
+    Without momentum, this weight is the number of steps. With momentum, the weight is larger. Wang et al. 2020 call it
+    ``||a||_1``. A parameter group without the entry ``momentum`` has no momentum.
 
     Example:
         >>> local_gradient_weight({"lr": 0.1}, 3), local_gradient_weight({"momentum": 0.5}, 3)
@@ -210,7 +210,10 @@ class SCAFFOLD(Method):
         )
 
     def _lacking(self, client: Client) -> State:
-        """Return the correction of a client's gradients, c - c_i."""
+        """Return the correction ``c - c_i`` of a client's gradients, by parameter name.
+
+        If clients enter experiences in different rounds, c is the change since the first download in the experience.
+        """
         local_variates, initial_variates = (
             strip_prefix(client.method_state, "c"),
             strip_prefix(client.method_state, "begun"),
@@ -283,8 +286,8 @@ class FedDyn(ServerUpdateMethod):
     def process_aggregate(self, server: Server) -> State:
         """Update the sum of parameter changes, and return the mean of the uploads plus this sum.
 
-        The parameter changes of this round, averaged over all clients of the stream, are ``participation_rate`` times
-        the change of the mean.
+        Averaged over all clients of the stream, the parameter changes of this round are ``participation_rate`` times
+        the difference between the mean of the uploads and the previous server model.
         """
         for name, way in server.server_state.items():
             server.server_state[name] = way.add(

@@ -51,9 +51,9 @@ log = logging.getLogger(__name__)
 class MethodDriver(Callback):
     """Callback that runs the methods' hooks in the steps of one client at a time.
 
-    In the Trainer's list of callbacks, it comes after the last method.
+    In the Trainer's list of callbacks, this callback comes after the last method.
 
-    In a federation, rounds call `start_clients`. A plain Trainer is a federation of one client, see `EpochRounds`.
+    A federation calls `start_clients` in each round. A plain Trainer is a federation of one client, see `EpochRounds`.
     """
 
     def __init__(self, methods: Sequence[MethodBase]) -> None:
@@ -160,7 +160,7 @@ class MethodDriver(Callback):
     # Hooks of a client's round.
 
     def rest_frozen(self, module: nn.Module) -> None:
-        """Keep the statistics of frozen layers during local training, if the server uses clients' features."""
+        """Keep the statistics of frozen layers during local training, if a method needs the clients' features."""
         if any(method.needs.features for method in self.methods):
             self._frozen_layers.rest(module)
 
@@ -223,7 +223,7 @@ class MethodDriver(Callback):
         self._call = None
 
     def _active(self) -> list[tuple[MethodBase, Client]]:
-        """Return the methods that the current client uses, each with the client as the method sees it."""
+        """Return the methods that the current client uses, each with its `Client` object."""
         method_clients = zip(self.methods, self._clients, strict=True) if self._clients else ()
         return [(method, client) for method, client in method_clients if client.is_active]
 
@@ -322,7 +322,7 @@ def step_of(module: L.LightningModule, server: State, x: Any, output: Tensor) ->
 
 
 def _side_by_side(federation: FederationProtocol | None) -> bool:
-    """Return whether several clients train in one vectorized step. Their trainer then runs the methods."""
+    """Return whether several clients train in one vectorized step. If True, the vectorized trainer runs the methods."""
     return federation is not None and federation.current_round.client_round is None
 
 

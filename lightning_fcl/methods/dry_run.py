@@ -30,7 +30,7 @@ _FEW = 8
 
 @contextmanager
 def isolated_evaluation(module: L.LightningModule, stream: FederatedStream, stage: RunningStage) -> Iterator[None]:
-    """Temporarily evaluate a module outside of its Trainer's loops.
+    """Temporarily prepare a module and its Trainer for an evaluation outside of the Trainer's loops.
 
     The random state, the loggers and the module are restored afterwards.
     """
@@ -71,7 +71,7 @@ def prepare_batch(module: L.LightningModule, batch: Batch) -> Batch:
 
 
 def first_indices(stream: FederatedStream) -> IntArray | None:
-    """Return the sample indices of the first client that has training samples.
+    """Return the sample indices of the first client that has training samples, in the client's first round with samples.
 
     Return None if no client has samples, as on a deployment's server.
     """
@@ -116,7 +116,7 @@ def find_logits_obstacle(
 def describe_non_logits(output: object, samples: int | None = None) -> str | None:
     """Return the reason why an output cannot be class logits. Return None if it may be logits.
 
-    Logits have the shape (samples, classes) or (samples, ..., classes) with at least 2 classes.
+    Logits have 2 or 3 dimensions, shape (samples, classes) or (samples, ..., classes), and at least 2 classes.
     """
     if not isinstance(output, Tensor):
         return f"the output is a {type(output).__name__}"

@@ -126,9 +126,9 @@ class DyToxMethod(Episodic):
         self._tap = self._embedded = self._pool = None
 
     def _see(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        """Store the decoder's output for the task's loss, so that the divergence loss needs no second forward pass.
+        """Store the decoder's output in the forward pass of the task's loss, for use in the divergence loss.
 
-        Outputs of the teacher are not stored.
+        The divergence loss then needs no second forward pass. Outputs of the teacher are not stored.
         """
         if module.training and torch.is_grad_enabled() and self._embedded is None:
             self._embedded = output

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 def check_memory_size(**arguments: int | float) -> None:
-    """Raise ValueError if an argument is neither a number of samples nor a share. Warn if it is the integer 1."""
+    """Raise ValueError if an argument is neither a number of samples nor a share. Warn if an argument is integer 1."""
     for name, value in arguments.items():
         if not value > 0 or (isinstance(value, float) and value > 1):
             raise InvalidValueError(
@@ -146,7 +146,7 @@ def past_samples(client: Client) -> tuple[Tensor, Tensor] | None:
 
 
 def add_task_memory(client: Client, data: Batch, max_size: int | float, generator: torch.Generator) -> StateSection:
-    """Return the client's state with new samples of its current task.
+    """Return the client's method state with a new selection of stored samples for the client's current task.
 
     Args:
         client: The client.
@@ -223,7 +223,7 @@ def without_task(memory: StateSection, task: int) -> StateSection:
 
 
 def add_to_task(memory: StateSection, result: StateSection, samples: StateSection, task: int) -> StateSection:
-    """Return ``memory`` with the samples of a task: the new samples, and the samples of this task in ``result``."""
+    """Return ``memory`` in which a task has the new samples, and the samples of this task in ``result``."""
     earlier = result["task"] == task if "task" in result else torch.zeros(0, dtype=torch.bool)
     if earlier.any():
         earlier_samples = {name: result[name][earlier].to(value.device) for name, value in samples.items()}
@@ -232,7 +232,7 @@ def add_to_task(memory: StateSection, result: StateSection, samples: StateSectio
 
 
 def stratified_indices(y: Tensor, size: int, generator: torch.Generator) -> Tensor:
-    """Return sorted indices of ``size`` samples, drawn in proportion to the classes. All indices if there are fewer.
+    """Return sorted indices of ``size`` samples in proportion to the classes, or of all samples if there are fewer.
 
     If ``size`` permits, each class has at least one sample. Quotas are rounded by largest remainder, and ties are
     broken at random.
@@ -254,7 +254,7 @@ def stratified_indices(y: Tensor, size: int, generator: torch.Generator) -> Tens
 
 
 def balanced_indices(y: Tensor, generator: torch.Generator) -> Tensor:
-    """Return random indices of an equal number of samples of each class, as many as the rarest class has."""
+    """Return shuffled indices of random samples. Each class has as many samples as the rarest class."""
     classes, counts = torch.unique(y, return_counts=True)
     order = torch.randperm(len(y), generator=generator)
     indices = torch.cat([order[y[order] == c][: int(counts.min())] for c in classes])

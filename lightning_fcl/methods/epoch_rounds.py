@@ -60,7 +60,7 @@ class EpochRounds:
             self._planned.local_batches = None
 
     def begin(self, number: int) -> tuple[ClientRound, State, list[StateSection]]:
-        """Start a round.
+        """Start the round of an epoch, and return the client's round, received state and state for each method.
 
         Args:
             number: Index of the epoch, from 0.
@@ -110,12 +110,12 @@ class EpochRounds:
                 )
 
     def add(self, batch: Batch) -> None:
-        """Add the samples of a batch to the samples of the epoch if the data is not a `FederatedStream`."""
+        """Add the samples of a labelled batch to the samples of the epoch if the data is not a `FederatedStream`."""
         if self._planned is None and is_labelled(batch):
             self._loader.add(plain_samples(batch[0]), plain_samples(batch[1]))
 
     def local_epoch(self, batch_idx: int) -> int:
-        """Return the index of the local epoch of a batch, from 0."""
+        """Return the index of the local epoch of a batch, from 0. Always 0 if the data is not a `FederatedStream`."""
         return batch_idx // self._batches_per_epoch if self._batches_per_epoch else 0
 
     def end(self, memories: Sequence[StateSection], steps: int) -> None:

@@ -154,9 +154,9 @@ class FedKNOW(FedViT):
 
 
 def largest(weight: Tensor, free: Tensor, rho: float) -> Tensor:
-    """Return a mask of the free weights to keep, which are the largest free weights.
+    """Return a mask of the free weights with the largest absolute values, which are kept for a task.
 
-    Their number is the share ``rho`` of all weights of the layer, or the number of free weights if that is smaller.
+    The mask selects the share ``rho`` of all weights of the layer, or all free weights if there are fewer.
     """
     size = min(round(rho * weight.numel()), int(free.sum()))
     magnitude = torch.where(free, weight.abs(), -1.0).flatten()
@@ -168,7 +168,7 @@ def largest(weight: Tensor, free: Tensor, rho: float) -> Tensor:
 def load_task_network(method_state: Mapping[str, Tensor], task: int) -> State:
     """Return the state of a past task's network. See `FedKNOW`.
 
-    Weights that were kept until the end of the task have their values. All other weights of the layers are zero.
+    Weights that were kept until the end of the task have their kept values. All other weights of the layers are zero.
     """
     owners, kept_weights = strip_prefix(method_state, "owner"), strip_prefix(method_state, "kept")
     weights = {name: torch.where(owners[name] <= task + 1, value, 0.0) for name, value in kept_weights.items()}

@@ -176,7 +176,7 @@ class FedViT(FedRep):
         )
 
     def _goes_on(self, memory: StateSection, client_round: ClientRound) -> bool:
-        """Return whether the client state has a body from an earlier round of the current task."""
+        """Return whether integration is enabled and the state has a body from an earlier round of the current task."""
         return self.integration_epochs > 0 and "at" in memory and int(memory["at"]) == client_round.experience_idx
 
     def prepare_client_state(self, client: Client) -> StateSection:
@@ -296,7 +296,7 @@ class FedViT(FedRep):
 
 
 def lowest_loss(loss: Tensor, y: Tensor, rho: float) -> Tensor:
-    """Return the indices of each class's samples with the lowest loss, in ascending order (FedViT, eq. 4).
+    """Return sorted indices of the samples that have the lowest loss in their class (FedViT, eq. 4).
 
     Args:
         loss: Loss of each sample, shape (n,).
@@ -325,9 +325,9 @@ class LowestLoss:
     """
 
     def make_sorted_indices(self, strategy: Any, data: Batch) -> list[int]:
-        """Return the positions of a dataset's samples ``(x, y, ...)`` sorted by the loss of ``strategy.model``.
+        """Return the positions of a dataset's samples ``(x, y, ...)``, sorted by ascending loss.
 
-        The loss is the cross-entropy, in ascending order.
+        The loss is the cross-entropy of ``strategy.model`` on the sample.
         """
         if not len(data):
             return []

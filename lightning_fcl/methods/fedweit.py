@@ -112,7 +112,7 @@ class FedWEIT(Method):
         self._gates: list[Tensor] = []
 
     def _place(self, memory: StateSection) -> int:
-        """Return the index of the network's task with the mask and the adaptive of the client's current task."""
+        """Return the index in the network's ``tasks`` of the client's current mask and adaptive."""
         return int(memory["tasks"]) - 1 if self.per_task else 0
 
     # Client side.

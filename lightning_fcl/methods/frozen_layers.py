@@ -38,7 +38,7 @@ class FrozenLayers:
         self._layers |= resting
 
     def wake(self) -> None:
-        """Put all layers that `rest` changed back into training mode."""
+        """Put all layers back into training mode that `rest` put into evaluation mode."""
         for layer in self._layers.values():
             layer.training = True
         self._layers = {}
@@ -48,7 +48,8 @@ def frozen_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the names and layers of a module that have buffers and are frozen.
 
     A layer with parameters is frozen if none of its parameters is trainable. A normalization layer without parameters
-    is frozen if the smallest enclosing submodule with parameters is frozen. This rule ignores the module's head.
+    is frozen if the smallest enclosing submodule with parameters is frozen. Parameters of the module's head do not
+    count in this rule.
 
     Example:
         >>> body = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3, affine=False)).requires_grad_(False)

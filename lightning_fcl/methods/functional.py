@@ -120,7 +120,7 @@ def step_along(
 
     Args:
         module: The module that the Trainer trains.
-        optimizer: The optimizer. Its parameters that are not in ``params`` get no gradient.
+        optimizer: The optimizer. Parameters of the optimizer that are not in ``params`` get no gradient.
         params: Parameters by name, in the order of ``gradient``.
         gradient: Gradient of all ``params`` as one vector.
     """
