@@ -279,9 +279,9 @@ class MethodBase:
         """Return a client's contribution in an experience to tensors of `init_server_state`, by name.
 
         Each value has the shape of its tensor. The reduction of these tensors is a sum. If a client trains in several
-        rounds of an experience, the client uploads the
-        change since its last contribution. When the experience ends, the server has the sum of the latest contributions
-        of all clients, see `Server.ends`. With full participation, a client uploads once, in the last round.
+        rounds of an experience, the client uploads the change since its last contribution. When the experience ends,
+        the server has the sum of the latest contributions of all clients, see `Server.ends`. With full participation, a
+        client uploads once, in the last round.
 
         Args:
             client: The client.

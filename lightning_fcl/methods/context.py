@@ -292,7 +292,7 @@ def with_prefix(state: Mapping[str, Tensor], prefix: str) -> StateSection:
 
 
 def without_call(module: nn.Module) -> str:
-    """Return the error message for a ``training_step`` without ``self(x)``. ``%s`` stands for the method."""
+    """Return the error message for a ``training_step`` without ``self(x)``. ``%s`` is replaced by the method's name."""
     return (
         f"Expected `{type(module).__name__}.training_step` to call `self(x)`, because `%s` needs its output, but it "
         "did not."

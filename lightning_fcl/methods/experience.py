@@ -103,7 +103,10 @@ def check_in_step(method: MethodBase, module: L.LightningModule) -> None:
 
 
 def next_round(stream: ClientStream, client_round: ClientRound, rounds: int) -> int | None:
-    """Return the client's next round of the same experience among the first ``rounds`` rounds, or None."""
+    """Return the client's next round of the same experience with enough samples for training, or None.
+
+    Only the first ``rounds`` rounds of the stream are searched.
+    """
     plan, client = stream.plan, client_round.client_id
     for number in range(client_round.round_idx + 1, min(rounds, plan.num_rounds)):
         if plan.experiences[client][number] != client_round.experience_idx:
@@ -114,7 +117,7 @@ def next_round(stream: ClientStream, client_round: ClientRound, rounds: int) -> 
 
 
 def returns(stream: ClientStream, client_round: ClientRound, rounds: int, accumulates: bool) -> bool:
-    """Return whether a later round of the client will replace the result that is computed after the current round.
+    """Return whether a later round will replace the result of `MethodBase.end_experience` after the current round.
 
     The function assumes that the client trains in every round.
 
@@ -134,14 +137,14 @@ def returns(stream: ClientStream, client_round: ClientRound, rounds: int, accumu
 def result_of(
     method: MethodBase, client: Client, trained_state: State, data: Any, earlier: StateSection
 ) -> StateSection:
-    """Return the method's result for the current experience.
+    """Return the client state that `MethodBase.end_experience` computes for the current experience.
 
     Args:
         method: The method.
         client: The client after local training.
         trained_state: The client's state after local training.
         data: The samples of the round.
-        earlier: The result of earlier rounds of the experience, or {}.
+        earlier: The result of this function in earlier rounds of the experience, or {}.
     """
     history = client.history
     if method.accumulates and history is not None:
@@ -154,7 +157,7 @@ def result_of(
 def share_of(
     method: MethodBase, client: Client, trained_state: State, data: Any, earlier: StateSection
 ) -> tuple[State, StateSection] | None:
-    """Return a client's upload for the sums of an experience, and the client's total contribution with this upload.
+    """Return a client's upload for the sums of an experience, and its total contribution including this upload.
 
     Args:
         method: The method.
@@ -191,8 +194,8 @@ def sections_of(
 
     Args:
         method: The method.
-        memory: The client state that `MethodBase.update_client_state` returned.
-        result: The result for the experience, or None if no result was computed.
+        result: The client state that `MethodBase.end_experience` returned, or None if the hook was not called.
+        share: The client's total contribution to the experience's sums, including the upload of this round, or None.
         share: The client's total contribution to the experience's sums after the latest upload, or None.
         previous_state: The client's state at the start of the round.
     """
@@ -208,7 +211,7 @@ def sections_of(
 
 
 def note_result(client_state: ClientState, section: str) -> None:
-    """Record in the client state that a method's section contains the result for the experience."""
+    """Record in the client state that a method's section contains the result of `MethodBase.end_experience`."""
     client_state[PROGRESS][RESULT + section] = torch.tensor(True)
 
 

@@ -51,7 +51,7 @@ class ConcatNonzeroRows(Reduction):
         return nonzero_rows(value)
 
     def unpack(self, packed: Tensor, reference: Tensor) -> Tensor:
-        """Return the rows, followed by rows of zeros. The positions of the rows do not matter."""
+        """Return the packed rows, followed by rows of zeros up to the length of ``reference``."""
         if (
             packed.dtype != reference.dtype
             or packed.dim() != reference.dim()
@@ -135,9 +135,9 @@ def invert(encoder: nn.Module, gradient: Tensor, label: int, start: Tensor, iter
 
 
 def class_aware_weights(logits: Tensor, y: Tensor, old: Tensor, share: Tensor | None = None) -> Tensor:
-    """Return ``g / mean g`` with ``g = 1 - sigmoid(z_y)``, shape (batch,).
+    """Return GLFC's loss weight of each sample: ``g / mean g`` with ``g = 1 - sigmoid(z_y)``, shape (batch,).
 
-    The mean of g is computed separately over samples of old classes and samples of new classes.
+    z_y is the logit of the sample's class. The mean of g is computed separately over samples of old and of new classes.
 
     Args:
         logits: Logits z, shape (batch, classes).
@@ -173,8 +173,8 @@ class GLFC(Method):
 
     With ``proxy_server``, the teacher is the best of the server's models in the previous experience. In its first round
     of an experience, a client selects one sample of each of its classes: the sample whose features are nearest to the
-    mean of the class. It perturbs the sample by 50 gradient steps that decrease the loss of the client's model. Then it
-    uploads the gradient of this sample for a small network that is the same for all clients (`make_encoder`). The
+    mean of the class. The client perturbs the sample by 50 gradient steps that decrease the loss of the client's model.
+    Then the client uploads the gradient of this sample for a small network, identical for all clients (`make_encoder`). The
     server reconstructs the samples (`invert`). The best model classifies the largest number of the experience's
     reconstructed samples correctly. **A client thus reveals one slightly perturbed sample of each of its classes** to
     the server, and to anyone else who can read the upload.

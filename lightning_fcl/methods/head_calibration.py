@@ -157,7 +157,7 @@ class CCVR(Method):
     thus cover all tasks.
 
     In the last round of each experience, the server draws ``num_samples`` features of each class from the class's
-    Gaussian. It trains the module's last layer on them, by SGD with momentum 0.9 and a cosine schedule. With a frozen
+    Gaussian. It trains the module's last layer on these features, by SGD with momentum 0.9 and a cosine schedule. With a frozen
     body, whose batch normalization keeps the server's statistics, mean and covariance are exact for all samples so far.
     Otherwise, the values of earlier experiences belong to features of earlier models.
 
@@ -293,7 +293,7 @@ def gaussian(sums: Tensor, products: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def draw_gaussian(mean: Tensor, covariance: Tensor, number: int, generator: torch.Generator) -> Tensor:
-    """Draw samples from a Gaussian, shape (number, d). The covariance matrix or its diagonal may be singular."""
+    """Return random samples of a Gaussian, shape (number, d). The covariance matrix or its diagonal may be singular."""
     noise = torch.randn(number, len(mean), dtype=mean.dtype, generator=generator)
     if covariance.dim() == 1:
         return mean + noise * covariance.clamp(min=0).sqrt()

@@ -19,7 +19,7 @@ _FIRST, _SECOND = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 
 
 def uniform(key: Tensor, stream: int, shape: Sequence[int]) -> Tensor:
-    """Return random numbers in [0, 1), shape ``shape``, that depend only on the key, the stream and their position.
+    """Return random numbers in [0, 1). A number depends only on the key, the stream and the number's position.
 
     Samples that are appended as padding therefore do not change the numbers of other samples.
 
@@ -36,7 +36,7 @@ def uniform(key: Tensor, stream: int, shape: Sequence[int]) -> Tensor:
 
 
 def _mixed(value: Tensor) -> Tensor:
-    """Apply the finalizer of SplitMix64, as in `lightning_fcl.rng`, on signed integers."""
+    """Return the results of the finalizer of SplitMix64 for signed integers, as in `lightning_fcl.rng`."""
     value = (value ^ _shifted(value, 30)) * _FIRST
     value = (value ^ _shifted(value, 27)) * _SECOND
     result: Tensor = value ^ _shifted(value, 31)
@@ -51,7 +51,7 @@ def _shifted(value: Tensor, bits: int) -> Tensor:
 class KeyedRandomness(TorchFunctionMode):
     """A context manager in which random layers draw from a key instead of torch's global generator.
 
-    It covers these functions of `torch.nn.functional`, which torch's layers call: ``dropout``, ``dropout1d`` to
+    The context covers these functions of `torch.nn.functional`, which torch's layers call: ``dropout``, ``dropout1d`` to
     ``dropout3d``, ``alpha_dropout``, ``feature_alpha_dropout``, and the dropout of ``scaled_dot_product_attention``. It
     also covers ``bernoulli``, ``rand_like`` and ``Tensor.bernoulli_``, which third-party layers use (such as timm's
     ``DropPath``).
@@ -80,11 +80,11 @@ class KeyedRandomness(TorchFunctionMode):
 
     @contextmanager
     def recomputable(self) -> Iterator[None]:
-        """Enter the context so that recomputation, as in `torch.utils.checkpoint`, draws the same numbers again.
+        """Temporarily draw from the key so that recomputation, as in `torch.utils.checkpoint`, draws the same numbers.
 
         Saving and restoring the state of torch's generator also saves and restores the position in the draws from the
-        key. In ``loss.backward()``, torch does not apply this mode. It is therefore activated again when a saved state
-        is restored there.
+        key. In ``loss.backward()``, torch does not apply this context. The context is therefore activated again when a
+        saved state is restored in ``loss.backward()``.
         """
         get_state, restore_state = torch.get_rng_state, torch.set_rng_state
 
@@ -127,14 +127,14 @@ class KeyedRandomness(TorchFunctionMode):
         return keyed_function(self, *args, **(kwargs or {}))
 
     def uniform(self, shape: Sequence[int]) -> Tensor:
-        """Return the random numbers for the next call of a random layer."""
+        """Return random numbers in [0, 1) of the given shape, for the next call of a random layer."""
         self._stream += 1
         if not isinstance(self._key, Tensor):
             self._key = self._key()
         return uniform(self._key, self._stream, shape)
 
     def _keep_mask(self, x: Tensor, p: float, channels: bool) -> Tensor:
-        """Return a mask with 1 for each element that is kept and 0 otherwise. ``channels`` masks whole channels."""
+        """Return a mask with 1 for kept elements, otherwise 0. With ``channels``, a channel is kept or dropped whole."""
         shape = x.shape[:2] if channels else x.shape
         return (self.uniform(shape) >= p).to(x.dtype).view(*shape, *[1] * (x.dim() - len(shape)))
 
@@ -148,7 +148,7 @@ class KeyedRandomness(TorchFunctionMode):
     def alpha_dropout(
         self, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False, channels: bool = False
     ) -> Tensor:
-        """Apply alpha dropout: dropped elements get the negative saturation value of SELU."""
+        """Return the input after alpha dropout. Dropped elements get the negative saturation value of SELU, rescaled."""
         if not training or p == 0:
             return input
         alpha = 1.7580993408473766
@@ -167,7 +167,7 @@ class KeyedRandomness(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """Compute attention as `torch.nn.functional.scaled_dot_product_attention` does.
+        """Return the output of attention, as `torch.nn.functional.scaled_dot_product_attention` does.
 
         With dropout, the attention weights are computed explicitly.
         """
@@ -207,7 +207,7 @@ def _given(input: Tensor, output: Tensor, inplace: bool) -> Tensor:
 
 @contextmanager
 def preserve_rng_state() -> Iterator[None]:
-    """Temporarily draw from a key without advancing its stream: the next draws are the same as without this context."""
+    """Restore the position in the draws from a key after the context. Later draws are the same as without the context."""
     entered = _ENTERED[-1:]
     streams = [mode._stream for mode in entered]
     try:

@@ -100,7 +100,7 @@ def layer_inputs(
 
 
 def input_rows(layer: nn.Module, x: Tensor) -> Tensor:
-    """Return a layer's input as rows. See `layer_inputs`."""
+    """Return a layer's input as rows, shape (rows, d). See `layer_inputs`."""
     if isinstance(layer, nn.Conv2d) and not isinstance(layer.padding, str):
         x = F.unfold(x, layer.kernel_size, layer.dilation, layer.padding, layer.stride).transpose(1, 2)
     rows = x.flatten(0, -2).double()

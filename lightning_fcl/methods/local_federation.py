@@ -51,7 +51,7 @@ class LocalFederation:
         self._has_ended = self._has_ended or other._has_ended
 
     def enter_round(self, client: str, round_idx: int) -> bool:
-        """Start a round of a client. Return whether the round starts a new experience after an earlier fit."""
+        """Start a round of a client. Return whether the round is the first of a fit that follows an ended fit."""
         store = self.server.client_store
         if client != self.client:
             store[client] = store[self.client]

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 class Needs:
     """The requirements of a method on the module, the data and the Trainer.
 
-    A requirement that is not met raises an error before the first round, or at the first batch that does not meet it.
-    The exception is ``features``, which changes the mode of frozen layers.
+    If a requirement is not met, an error is raised before the first round, or at the first batch that does not meet the
+    requirement. Four fields are no requirements: ``dict_batches`` permits more batches, ``round_samples`` and
+    ``numbers`` declare what the hooks read, and ``features`` changes the mode of frozen layers.
 
     Args:
         labels: Batches are pairs ``[x, y]``.

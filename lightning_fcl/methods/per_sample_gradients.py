@@ -55,11 +55,11 @@ def squared_norms(gradients: Tensor | OuterProduct) -> Tensor:
 
 
 class _OtherUseError(Exception):
-    """A parameter is used twice, or in an operation other than a linear layer with one row per sample."""
+    """Raised if a parameter is used twice, or in an operation other than a linear layer with one row per sample."""
 
 
 class _LinearLayers(TorchFunctionMode):
-    """Records the inputs and outputs of linear layers. Raises `_OtherUseError` if a parameter is used otherwise.
+    """A context that records inputs and outputs of linear layers. Other uses of a parameter raise `_OtherUseError`.
 
     The operations between the layers must not mix samples. In evaluation mode, common layers do not mix samples.
     """
@@ -91,9 +91,9 @@ class _LinearLayers(TorchFunctionMode):
 def outer_gradients(
     objective: Objective, params: State, x: Tensor, y: Tensor
 ) -> dict[str, Tensor | OuterProduct] | None:
-    """Compute the result of `per_sample_gradients` in one pass, as outer products if possible.
+    """Return the result of `per_sample_gradients`, computed in one pass, with outer products where possible.
 
-    Returns None if this is not possible, for example if a layer other than a linear layer uses a parameter.
+    Return None if one pass is not sufficient, for example if a layer other than a linear layer uses a parameter.
     """
     leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
     layers = _LinearLayers(leaves, len(x))
@@ -199,7 +199,7 @@ def mean_sample_measure(
     y: Tensor,
     names: Iterable[str],
 ) -> State:
-    """Apply ``measure`` to per-sample gradients, and return the mean over samples for each parameter, by name.
+    """Return the mean over samples of a ``measure`` of per-sample gradients, for each parameter by name.
 
     The gradients are those of ``objective(output, y)``. ``measure`` is elementwise, see `over_samples`. See
     `module_per_sample_gradients` for the remaining arguments.

@@ -126,7 +126,7 @@ class APFL(Method):
     def _begun(self, client: Client, optimizer: Optimizer) -> Optimizer:
         """Return an optimizer for ``v`` with the class and settings of the client's optimizer.
 
-        Its steps change ``v`` in the client state in place.
+        The optimizer's steps change ``v`` in the client state in place.
         """
         self._personal = {name: nn.Parameter(value) for name, value in strip_prefix(client.method_state, "v").items()}
         params_by_name = dict(client.module.named_parameters())

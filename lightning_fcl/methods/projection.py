@@ -55,7 +55,8 @@ def project(gradient: Tensor, constraints: Tensor, margin: float = 0.0) -> Tenso
 
     Returns:
         The projected gradient, shape (p,). It is ``gradient`` itself if no constraint is violated, for every margin, as
-        in the code of GEM's authors. If ``margin`` is 0, it is never longer than ``gradient``.
+        in the code of GEM's authors. If ``margin`` is 0, the projected gradient is never longer than ``gradient``. All
+        values are 0 if no solver finds a projection.
 
     Raises:
         InvalidValueError: If a gradient has non-finite values.
@@ -90,8 +91,8 @@ def gradient_distance(gradient: Tensor, references: Tensor, kind: DistanceKind =
     Args:
         gradient: The gradient, shape (p,).
         references: The other gradients, shape (k, p).
-        kind: ``"wasserstein"``: the distance between the distributions of coordinates, ``mean |sort(a) - sort(b)|``. It
-            ignores which coordinate has which value. ``"cosine"``: 1 - the cosine of the angle between the gradients,
+        kind: ``"wasserstein"``: the distance between the distributions of coordinates, ``mean |sort(a) - sort(b)|``.
+            This distance ignores the order of the coordinates. ``"cosine"``: 1 - the cosine of the angle between the gradients,
             and 1 for a zero gradient.
 
     Raises:
@@ -119,12 +120,12 @@ def most_dissimilar(gradient: Tensor, references: Tensor, k: int, kind: Distance
 
 
 def flatten(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Concatenate named tensors to one vector, in their order."""
+    """Return the values of named tensors as one vector, in the order of the mapping."""
     return torch.cat([value.reshape(-1) for value in tensors.values()])
 
 
 def unflatten(flat: Tensor, reference: Mapping[str, Tensor]) -> State:
-    """Split a vector that `flatten` made into named tensors with the names and shapes of ``reference``."""
+    """Return a vector from `flatten` as named tensors, with the names and shapes of ``reference``."""
     pieces = torch.split(flat, [value.numel() for value in reference.values()])
     return {name: piece.view(value.shape) for (name, value), piece in zip(reference.items(), pieces, strict=True)}
 
@@ -249,7 +250,7 @@ def _refine(solver: Solver, unit: Matrix, slope: Matrix, ridge: float) -> Matrix
 
 
 def _by_quadprog(matrix: Matrix, slope: Matrix) -> Matrix:
-    """Solve the quadratic program with quadprog: the compiled active-set method of Goldfarb and Idnani."""
+    """Return the solution of `_solve` by quadprog, a compiled active-set method of Goldfarb and Idnani."""
     import quadprog
 
     weights: Matrix = quadprog.solve_qp(matrix, -slope, np.eye(len(slope)), np.zeros_like(slope))[0]
@@ -257,7 +258,7 @@ def _by_quadprog(matrix: Matrix, slope: Matrix) -> Matrix:
 
 
 def _by_active_sets(matrix: Matrix, slope: Matrix) -> Matrix:
-    """Solve the same problem as `_by_quadprog`, with the active sets of Lawson and Hanson, in NumPy.
+    """Return the solution of `_solve` by the active sets of Lawson and Hanson, in NumPy.
 
     The problem is a non-negative least-squares problem.
     """
@@ -303,7 +304,7 @@ def solver_device(tensor: Tensor) -> torch.device:
 
 
 def _by_dots(rows: Tensor, last: Tensor) -> Matrix:
-    """Compute the dot products of all pairs of vectors.
+    """Return the dot products of all pairs of vectors, as in `gram_matrix`.
 
     The vectors are ordered in a ring. Each vector is multiplied by itself and by the vectors that follow it, up to half
     of the ring. Every pair is then computed once. If the number of vectors is even, opposite pairs are computed twice.

@@ -112,8 +112,8 @@ class FedProto(Method):
     """FedProto (Tan et al., 2022): pull features towards the prototype of their class, the mean over all clients.
 
     The loss is ``task loss + strength * mean (f(x) - C_y)^2``. The mean is over the samples and features of a batch, as
-    in the authors' code (eq. 7 has a distance between the means of each class). f(x) are the module's features, and
-    C_y is the prototype of the class that the client has received. A class without a prototype adds nothing.
+    in the authors' code (eq. 7 has a distance between the means of each class). f(x) are the module's features. C_y is
+    the prototype of class y, as received from the server. A class without a prototype adds nothing.
 
     After local training a client uploads two values per class: the number of its samples, and the sum of their
     features, computed with its own model. A prototype is the sum of the features over all clients of the round, divided
@@ -195,8 +195,8 @@ def herding_selection(features: Tensor, size: int) -> Tensor:
 class ICaRL(LwF):
     """iCaRL (Rebuffi et al., 2017): distill old classes, replay exemplars, and predict by the nearest class mean.
 
-    At the end of an experience a client chooses exemplars of its classes by `herding_selection`. It uses normalized
-    features of the client's model after the last round in which it trained. All classes that the client has trained on
+    At the end of an experience a client chooses exemplars of its classes by `herding_selection`. The selection uses
+    normalized features of the client's model after the last round in which it trained. All classes that the client has trained on
     share its ``memory_size`` exemplars equally. If an earlier class exceeds its share, its last exemplars are removed.
 
     The client and the server predict the class of the nearest mean of exemplars. Exemplars stay on the client. After

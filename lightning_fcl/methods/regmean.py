@@ -32,7 +32,7 @@ class RegMean(ServerUpdateMethod):
     After local training a client also uploads ``G_k = X_k^T X_k`` and ``W_k G_k`` for each trained linear or
     convolutional layer. X_k are the layer's inputs for the client's samples, computed with the client's own model.
 
-    The server sums them and sets the layer to ``W = (sum_k W_k G_k) (sum_k G_k)^+``. This minimizes
+    The server sums both values over clients and sets the layer to ``W = (sum_k W_k G_k) (sum_k G_k)^+``. This minimizes
     ``sum_k ||X_k W^T - X_k W_k^T||^2``. A bias is the weight of an additional input, which is always 1. In directions
     without inputs, W is the average of the clients' weights, as in FedAvg. All other entries are averaged as in FedAvg.
 

@@ -218,7 +218,7 @@ class SI(Consolidation):
                 self._last[name] = p.clone(), p.grad - of_penalty
 
     def _note_step(self, client: Client, current_params: Mapping[str, Tensor]) -> None:
-        """Add the effect of the last step to the client state. A second call has no effect."""
+        """Add the effect of the latest step to the client state, and forget the step."""
         for name, (previous_value, gradient) in self._last.items():
             change = current_params[name] - previous_value
             client.method_state[f"fall.{name}"].sub_(gradient * change)

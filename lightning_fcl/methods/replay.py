@@ -49,7 +49,8 @@ _SAMPLE = "sample."
 class Replay(Method):
     """Replay: add stored samples of earlier data to each batch.
 
-    Each replay sample joins one batch in every local epoch. After local training, the client offers each new sample to
+    With a `FederatedStream`, each replay sample joins one batch in every local epoch. Otherwise, each batch of n
+    samples gets n replay samples, or all if there are fewer. After local training, the client offers each new sample to
     its buffer once. Replay samples never leave the client.
 
     Samples are pairs ``[x, y]`` of tensors, or, in a federation, dicts of tensors. They are stored as plain tensors, so
@@ -168,7 +169,7 @@ class Replay(Method):
         return self.transform
 
     def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Raise ValueError if `transform` rejects a sample, or changes its shape or dtype."""
+        """Raise ValueError if `transform` rejects a sample, or changes the sample's shape or dtype."""
         stream = find_stream(trainer)
         if self.transform is None or stream is None or (rows := first_indices(stream)) is None:
             return
@@ -269,7 +270,7 @@ class Replay(Method):
 
     @contextmanager
     def _holding(self, buffer: ExemplarsBuffer, client: Client, trained_state: State) -> Iterator[Agent]:
-        """Temporarily load the client's trained state into the module. A selection strategy may read the module."""
+        """Temporarily load the client's trained state, and yield the `Agent` that a selection strategy may read."""
         module = client.module
         previous_state = {name: value.detach().clone() for name, value in state_tensors(module).items()}
         load_state_tensors(module, trained_state)
@@ -283,7 +284,7 @@ class Replay(Method):
 def sample_reservoirs(
     size: int, groups: Tensor, priority: Tensor, generator: torch.Generator
 ) -> tuple[Tensor, StateSection]:
-    """Select samples by reservoir sampling in each group, like ``ClassBalancedBuffer`` of Avalanche.
+    """Return samples selected by reservoir sampling in each group, like ``ClassBalancedBuffer`` of Avalanche.
 
     Each new sample draws a priority in [0, 1). Each group keeps its samples with the highest priorities. The result is
     a uniform random choice of all samples that the group has been offered.

@@ -34,7 +34,7 @@ def joins_batches(method: MethodBase) -> bool:
 
 @dataclass(frozen=True)
 class JoiningSamples:
-    """Replay samples of one client that are added to its batches.
+    """Replay samples of one client that are added to the client's batches.
 
     Args:
         samples: The samples of all methods, concatenated in the order of the methods, in the structure of the batches.
@@ -53,7 +53,7 @@ class JoiningSamples:
         return any(transform is not None for _, _, transform in self.parts)
 
     def take(self, rows: Tensor, seed: int, *key: str | int) -> Any:
-        """Return selected samples after their transforms. Random numbers depend only on ``seed`` and ``key``.
+        """Return selected samples after their transforms. The transforms' random numbers depend on ``seed`` and ``key``.
 
         Args:
             rows: Indices of the samples, shape (n,).
@@ -175,7 +175,10 @@ class DrawnSamples:
         ]
 
     def step(self, method: MethodBase, step: Step) -> Step:
-        """Return the step with the samples drawn for a method. The object must have exactly one client."""
+        """Return the step with the samples drawn for a method. ``clients`` must have exactly one client.
+
+        The step does not change if the method draws no samples.
+        """
         if method.section_name not in self.pools:
             return step
         (samples,) = self.draw(method.section_name)
@@ -183,7 +186,7 @@ class DrawnSamples:
 
 
 def transformed(transform: ReplayTransform, samples: Any, seed: int, *key: str | int) -> Any:
-    """Apply a transform to each replay sample. Random numbers depend only on ``seed`` and ``key``.
+    """Return replay samples after a transform of each sample. Random numbers depend only on ``seed`` and ``key``.
 
     The transform gets the input ``x`` of one sample of a pair, or the dict of one sample, without the batch dimension.
 
@@ -210,7 +213,7 @@ def _transformed(
 
 
 def check_transform(transform: ReplayTransform, sample: Any) -> None:
-    """Raise ValueError if a transform rejects a sample, or changes its shape or dtype.
+    """Raise ValueError if a transform rejects a sample, or changes the sample's shape or dtype.
 
     Args:
         transform: The transform.
@@ -236,7 +239,7 @@ class _ChangedSampleError(InvalidValueError):
 
 
 def _checked(transform: ReplayTransform, sample: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Apply a transform to a sample. Raise ValueError if the names, shapes or dtypes change."""
+    """Return a sample after a transform. Raise ValueError if the names, shapes or dtypes change."""
     expected = {name: (tuple(value.shape), value.dtype) for name, value in sample.items()}
     transformed_sample = transform(dict(sample))
     if not isinstance(transformed_sample, Mapping):
@@ -258,7 +261,7 @@ def _checked(transform: ReplayTransform, sample: Mapping[str, Tensor]) -> Mappin
 
 
 def _make_input_transform(transform: ReplayTransform) -> ReplayTransform:
-    """Return a transform of a dict that changes only its input ``x``."""
+    """Return a function that applies a transform to the entry ``x`` of a dict, and keeps all other entries."""
     return lambda sample: {**sample, "x": transform(sample["x"])}
 
 

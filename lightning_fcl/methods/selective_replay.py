@@ -225,7 +225,7 @@ class FedCBDR(Method):
     A sample that is rare among all clients has a high leverage.
 
     For each experience a client uploads ``X_k^T X_k`` of its features, computed with its own model. When the experience
-    ends, it receives the sum over all clients. It then draws n samples of the experience and keeps them in addition to
+    ends, the client receives the sum over all clients. It then draws n samples of the experience and keeps them in addition to
     the samples of earlier experiences. n is ``memory_size`` times the client's fraction of the total leverage. The
     samples are drawn without replacement, with probabilities proportional to the leverage, and never leave the client.
 

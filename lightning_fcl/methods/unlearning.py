@@ -27,8 +27,8 @@ _TAG = "readout.tag"
 class Unlearning(Method):
     """Exact unlearning: remove clients from the server's sums, which then equal the sums of the remaining clients.
 
-    Every client keeps the sum of its uploads to entries with the reduction ``sum``. When it leaves, it uploads this sum
-    once more, and the server subtracts it. The client does not train in later rounds.
+    Every client keeps the sum of its uploads to entries with the reduction ``sum``. When a client leaves, it uploads
+    this sum again, and the server subtracts the sum. The client does not train in later rounds.
 
     Args:
         requests: For each client that leaves, the number of the round (from 0) after which it leaves.
@@ -113,7 +113,10 @@ class Unlearning(Method):
                 self.unlearn_client(federation, pl_module, client)
 
     def unlearn_client(self, federation: FederationProtocol, module: RidgeTask, client: str) -> None:
-        """Subtract a client's contribution from the server's sums, and delete the client's state."""
+        """Subtract a client's contribution from the server's sums, and delete the client's state.
+
+        Nothing is subtracted if the contribution belongs to an earlier reservoir.
+        """
         local_sections = (
             {client: federation.server.client_store.get_section(client, self.section_name)}
             if federation.hosts(client)
