@@ -174,8 +174,8 @@ class GLFC(Method):
     With ``proxy_server``, the teacher is the best of the server's models in the previous experience. In its first round
     of an experience, a client selects one sample of each of its classes: the sample whose features are nearest to the
     mean of the class. The client perturbs the sample by 50 gradient steps that decrease the loss of the client's model.
-    Then the client uploads the gradient of this sample for a small network, identical for all clients (`make_encoder`). The
-    server reconstructs the samples (`invert`). The best model classifies the largest number of the experience's
+    Then the client uploads the gradient of this sample for a small network (`make_encoder`). This network is the same
+    for all clients. The
     reconstructed samples correctly. **A client thus reveals one slightly perturbed sample of each of its classes** to
     the server, and to anyone else who can read the upload.
 

@@ -157,9 +157,9 @@ class CCVR(Method):
     thus cover all tasks.
 
     In the last round of each experience, the server draws ``num_samples`` features of each class from the class's
-    Gaussian. It trains the module's last layer on these features, by SGD with momentum 0.9 and a cosine schedule. With a frozen
-    body, whose batch normalization keeps the server's statistics, mean and covariance are exact for all samples so far.
-    Otherwise, the values of earlier experiences belong to features of earlier models.
+    Gaussian. It trains the module's last layer on these features, by SGD with momentum 0.9 and a cosine schedule. With
+    a frozen body, whose batch normalization keeps the server's statistics, mean and covariance are exact for all
+    samples so far. Otherwise, the values of earlier experiences belong to features of earlier models.
 
     HGP draws from the Gaussian of each client. This implementation has one Gaussian per class. The loss is the
     cross-entropy among the classes seen so far. With ``logit_norm`` it is computed on `decoupled_logits`. HGP uses

@@ -51,7 +51,7 @@ def _shifted(value: Tensor, bits: int) -> Tensor:
 class KeyedRandomness(TorchFunctionMode):
     """A context manager in which random layers draw from a key instead of torch's global generator.
 
-    The context covers these functions of `torch.nn.functional`, which torch's layers call: ``dropout``, ``dropout1d`` to
+    The context covers functions of `torch.nn.functional` that torch's layers call: ``dropout``, ``dropout1d`` to
     ``dropout3d``, ``alpha_dropout``, ``feature_alpha_dropout``, and the dropout of ``scaled_dot_product_attention``. It
     also covers ``bernoulli``, ``rand_like`` and ``Tensor.bernoulli_``, which third-party layers use (such as timm's
     ``DropPath``).
@@ -134,7 +134,7 @@ class KeyedRandomness(TorchFunctionMode):
         return uniform(self._key, self._stream, shape)
 
     def _keep_mask(self, x: Tensor, p: float, channels: bool) -> Tensor:
-        """Return a mask with 1 for kept elements, otherwise 0. With ``channels``, a channel is kept or dropped whole."""
+        """Return a mask with 1 for kept elements, otherwise 0. With ``channels``, whole channels are kept or dropped."""
         shape = x.shape[:2] if channels else x.shape
         return (self.uniform(shape) >= p).to(x.dtype).view(*shape, *[1] * (x.dim() - len(shape)))
 
@@ -148,7 +148,7 @@ class KeyedRandomness(TorchFunctionMode):
     def alpha_dropout(
         self, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False, channels: bool = False
     ) -> Tensor:
-        """Return the input after alpha dropout. Dropped elements get the negative saturation value of SELU, rescaled."""
+        """Return the input after alpha dropout, which sets dropped elements to SELU's negative saturation value."""
         if not training or p == 0:
             return input
         alpha = 1.7580993408473766
@@ -207,7 +207,7 @@ def _given(input: Tensor, output: Tensor, inplace: bool) -> Tensor:
 
 @contextmanager
 def preserve_rng_state() -> Iterator[None]:
-    """Restore the position in the draws from a key after the context. Later draws are the same as without the context."""
+    """After the context, restore the position in the draws from a key, as if nothing had been drawn in the context."""
     entered = _ENTERED[-1:]
     streams = [mode._stream for mode in entered]
     try:

@@ -53,7 +53,7 @@ from lightning_fcl.rng import derive_seed
 
 @dataclass(eq=False)
 class LocalRound:
-    """The data of one client in a round after its local training.
+    """The values of one client in a round after the client's local training.
 
     Args:
         part: The client's `ClientRound`.
@@ -82,7 +82,7 @@ class LocalRound:
 
 @dataclass(eq=False)
 class MethodRound:
-    """Calls of the methods' hooks in one round.
+    """A round in which this object calls the methods' hooks, for each client and for the server.
 
     Args:
         number: Number of the round, from 0.
@@ -92,8 +92,8 @@ class MethodRound:
         server: The server, which stores the state of the clients and of the methods.
         seed: Seed of the random numbers that methods use.
         is_full: Whether all clients train in every round.
-        looks_ahead: Whether results that the client's next round is certain to replace are not computed. Has an effect
-            only if ``is_full`` is True.
+        looks_ahead: Whether to skip `MethodBase.end_experience` if the client's next round is certain to replace the
+            result. Has an effect only if ``is_full`` is True.
     """
 
     number: int
@@ -175,7 +175,7 @@ class MethodRound:
         return state
 
     def contribute(self, client: LocalRound) -> State:
-        """Return a client's uploads for the methods' server state. Each tensor has the shape of its entry."""
+        """Return a client's uploads for the methods' server state, each with the shape of the server's tensor."""
         upload = self._nothing
         for method, memory in zip(self.methods, client.memories, strict=True):
             receives = any(name.startswith(f"{method.section_name}.") for name in self._nothing)
@@ -226,7 +226,7 @@ class MethodRound:
     def _experience_contribution(
         self, method: MethodBase, client: LocalRound, method_client: Client, trained_state: State
     ) -> State:
-        """Return a client's upload to the sums of its experience."""
+        """Return a client's upload to the sums of its experience, or {} if the client uploads nothing in this round."""
         client_round = client.part
         # Use the plan's number of rounds: it is the same if a fit ends earlier and is resumed.
         rounds = self.stream.plan.num_rounds
@@ -285,13 +285,14 @@ class MethodRound:
         return sections_of(method, memory, result, share, client.entered)
 
     def _returns(self, client_round: ClientRound, accumulates: bool) -> bool:
-        """Return whether the client's next round is certain to replace a result for the experience."""
+        """Return whether the client's next round is certain to replace a result of `MethodBase.end_experience`."""
         return self.looks_ahead and self.is_full and returns(self.stream, client_round, self._rounds, accumulates)
 
     def end_dropped(self, client: LocalRound) -> None:
-        """Compute and store a client's results for its experience if its upload was dropped in the last round.
+        """Compute and store a client's missing results of `MethodBase.end_experience` if its last upload was dropped.
 
         With ``looks_ahead``, earlier rounds did not compute the results, because the last round would replace them.
+        Without ``looks_ahead``, or before the client's last round of the experience, this function has no effect.
         """
         if self.looks_ahead and next_round(self.stream, client.part, self._rounds) is None:
             updated_state = self._finish_experience(client.part, client.kept, client.received)
@@ -331,7 +332,9 @@ class MethodRound:
     def _finish_experience(
         self, client_round: ClientRound, client_state: ClientState, model_state: State
     ) -> ClientState | None:
-        """Return a client's state with the missing results for its experience. Return None if no result is missing.
+        """Return a client's state with the missing results of `MethodBase.end_experience`.
+
+        Return None if no result is missing, or if the client has not trained in the experience.
 
         With full participation, a result is computed once, in the last round of the experience. If the client's last
         upload is dropped, or the fit stops within the experience, this function computes the result from the client's
@@ -361,7 +364,7 @@ class MethodRound:
         return updated_state
 
     def finish_stopped(self, clients: Iterable[str], rounds: int) -> None:
-        """Compute missing results of the clients' experiences after a fit that stopped after ``rounds`` rounds."""
+        """Compute missing results of `MethodBase.end_experience` after a fit that stopped after ``rounds`` rounds."""
         store, device = self.server.client_store, self.module.device
         for client in clients:
             client_state = store[client]
@@ -416,7 +419,8 @@ def _ends(stream: ClientStream, number: int) -> bool:
 def _lasting(trained_state: State, received_state: State, reductions: Mapping[str, Reduction]) -> State:
     """Return a trained client's state without changes that the server ignores.
 
-    Entries that are neither uploaded nor client-local, such as `fixed` ones, get their received values back.
+    Entries that are neither uploaded nor client-local, such as entries with the reduction `fixed`, get the values that
+    the client received.
     """
     fixed_names = {
         n for n in trained_state if n in reductions and not (reductions[n].is_uploaded or reductions[n].is_local)

@@ -92,9 +92,8 @@ def gradient_distance(gradient: Tensor, references: Tensor, kind: DistanceKind =
         gradient: The gradient, shape (p,).
         references: The other gradients, shape (k, p).
         kind: ``"wasserstein"``: the distance between the distributions of coordinates, ``mean |sort(a) - sort(b)|``.
-            This distance ignores the order of the coordinates. ``"cosine"``: 1 - the cosine of the angle between the gradients,
-            and 1 for a zero gradient.
-
+            This distance ignores the order of the coordinates. ``"cosine"``: 1 - the cosine of the angle between the
+            gradients, and 1 for a zero gradient.
     Raises:
         InvalidValueError: If a gradient has non-finite values.
     """

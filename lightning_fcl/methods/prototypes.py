@@ -196,8 +196,9 @@ class ICaRL(LwF):
     """iCaRL (Rebuffi et al., 2017): distill old classes, replay exemplars, and predict by the nearest class mean.
 
     At the end of an experience a client chooses exemplars of its classes by `herding_selection`. The selection uses
-    normalized features of the client's model after the last round in which it trained. All classes that the client has trained on
-    share its ``memory_size`` exemplars equally. If an earlier class exceeds its share, its last exemplars are removed.
+    normalized features of the client's model after the last round in which it trained. All classes that the client has
+    trained on share its ``memory_size`` exemplars equally. If an earlier class exceeds its share, its last exemplars
+    are removed.
 
     The client and the server predict the class of the nearest mean of exemplars. Exemplars stay on the client. After
     local training, a client uploads two values per class: the number of its exemplars and the sum of their features.

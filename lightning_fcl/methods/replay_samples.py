@@ -53,7 +53,7 @@ class JoiningSamples:
         return any(transform is not None for _, _, transform in self.parts)
 
     def take(self, rows: Tensor, seed: int, *key: str | int) -> Any:
-        """Return selected samples after their transforms. The transforms' random numbers depend on ``seed`` and ``key``.
+        """Return selected samples after their transforms, whose random numbers depend only on ``seed`` and ``key``.
 
         Args:
             rows: Indices of the samples, shape (n,).

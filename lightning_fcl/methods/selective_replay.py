@@ -225,9 +225,10 @@ class FedCBDR(Method):
     A sample that is rare among all clients has a high leverage.
 
     For each experience a client uploads ``X_k^T X_k`` of its features, computed with its own model. When the experience
-    ends, the client receives the sum over all clients. It then draws n samples of the experience and keeps them in addition to
-    the samples of earlier experiences. n is ``memory_size`` times the client's fraction of the total leverage. The
-    samples are drawn without replacement, with probabilities proportional to the leverage, and never leave the client.
+    ends, the client receives the sum over all clients. It then draws n samples of the experience and keeps them in
+    addition to the samples of earlier experiences. n is ``memory_size`` times the client's fraction of the total
+    leverage. The samples are drawn without replacement, with probabilities proportional to the leverage, and never
+    leave the client.
 
     Deviation: in the paper a client uploads ``P_k X_k Q``, with random orthogonal P_k and Q, and the server draws the
     samples. The scores are identical. The paper's upload also reveals ``X_k^T X_k``, up to a rotation.

@@ -84,8 +84,8 @@ def models_before(module: L.LightningModule, experiences: tuple[int, ...], state
 def with_teacher(client: Client, experience: int) -> StateSection:
     """Return the client state with ``teacher.<name>``: the server's model from the start of an experience.
 
-    Client-local entries of the teacher are the client's own values from its first round of the current experience. For entries
-    that the teacher lacks, the received values are used.
+    Client-local entries of the teacher are the client's own values from its first round of the current experience. For
+    entries that the teacher lacks, the received values are used.
     """
     federation, previous_models, local_state = (
         client.federation,

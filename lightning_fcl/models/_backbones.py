@@ -34,7 +34,7 @@ _OURS = {
 
 
 def make_backbone(name: str, image_size: int, channels: int, options: dict[str, Any]) -> Backbone:
-    """Build the body of a variant, or of the smallest variant of a family. See `lightning_fcl.models.create_vit`."""
+    """Return a variant's body and its number of features, as for `create_vit`. A family selects its smallest variant."""
     variant = name.lower().replace("-", "_")
     variant = FAMILIES.get(variant, variant)
     if variant not in VARIANTS:
@@ -60,7 +60,7 @@ def vit_backbone(
     mlp_ratio: float = 4.0,
     tokens: bool = False,
 ) -> Backbone:
-    """Build the body of `ViT`. With ``tokens``, the body returns the patch tokens without final norm."""
+    """Return the body of `ViT` and its width. With ``tokens``, the body returns patch tokens without final norm."""
     check_blocks(width, num_heads, depth, mlp_ratio)
     check_image_size("ViT", image_size, multiple=patch_size, min_size=2 * patch_size)
     bare: dict[str, Any] = {"global_pool": "", "class_token": False, "final_norm": False} if tokens else {}

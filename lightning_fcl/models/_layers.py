@@ -15,18 +15,18 @@ from lightning_fcl.validation import above, at_least
 
 
 def split_heads(tokens: Tensor, num_heads: int) -> Tensor:
-    """Split tokens (batch, tokens, width) into heads, shape (batch, heads, tokens, width / heads)."""
+    """Return tokens (batch, tokens, width) split into heads, shape (batch, heads, tokens, width / heads)."""
     return tokens.reshape(*tokens.shape[:2], num_heads, -1).transpose(1, 2)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, num_heads: int = 1) -> Tensor:
-    """Compute ``softmax(q k^T / sqrt(d)) v`` in each head of width d. All tensors have shape (batch, tokens, width)."""
+    """Return ``softmax(q k^T / sqrt(d)) v`` in each head of width d. All tensors have shape (batch, tokens, width)."""
     query, key, value = (split_heads(tokens, num_heads) for tokens in (query, key, value))
     return F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
 
 
 class _WideAttention(TorchFunctionMode):
-    """A mode that runs fused attention in single precision, in timm's networks, too. Outputs have the query's dtype."""
+    """A context that runs fused attention in single precision, also in timm. Outputs have the query's dtype."""
 
     def __torch_function__(
         self,
@@ -58,7 +58,7 @@ def fast_attention(x: Tensor) -> AbstractContextManager[object]:
 
 
 def with_class_token(token: Tensor, tokens: Tensor) -> Tensor:
-    """Prepend a class token (1, 1, width) to the tokens of each image. Return shape (batch, 1 + tokens, width)."""
+    """Return tokens with a class token (1, 1, width) before those of each image, shape (batch, 1 + tokens, width)."""
     return torch.cat([token.expand(len(tokens), -1, -1), tokens], dim=1)
 
 
@@ -97,7 +97,7 @@ def init_weights(module: nn.Module) -> None:
 
 
 def compute_padding(kernel: int, stride: int) -> int:
-    """Return the zero padding around a map, so that each ``stride`` positions have one patch of size ``kernel``."""
+    """Return the zero padding of a map with which n positions per side give n / stride patches per side."""
     return (kernel - stride + 1) // 2
 
 
@@ -146,7 +146,7 @@ def check_image_size(name: str, image_size: int, multiple: int, min_size: int) -
 
 
 def to_map(tokens: Tensor, side: int) -> Tensor:
-    """Arrange tokens (batch, side * side, width) row by row in a map (batch, width, side, side)."""
+    """Return tokens (batch, side * side, width) arranged row by row in a map (batch, width, side, side)."""
     return tokens.transpose(1, 2).reshape(len(tokens), -1, side, side)
 
 

@@ -113,9 +113,9 @@ class FedWEITNet(Serializable):
         return logits
 
     def outputs_by_task(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return logits of samples, each computed with the weights of the task of its label.
+        """Return logits of samples. In evaluation mode, a sample's label selects the task whose weights are used.
 
-        Use the result to choose among the classes of one task.
+        In training mode, return the result of `forward`. Use the result to choose among the classes of one task.
         """
         num_started_tasks = self.num_started_tasks
         if self.training or num_started_tasks < 2:
@@ -202,7 +202,7 @@ class FedWEITNet(Serializable):
 
     @torch.no_grad()
     def resume_task(self, classes: Tensor, adaptives: int = 0) -> None:
-        """Add classes to the client's last task. Its mask and A are kept, and its attention is initialized again."""
+        """Add classes to the client's last task. Keep the task's mask and A, and initialize the attention again."""
         task = self._task(self.num_started_tasks - 1)
         task.classes = torch.cat([task.classes, classes.to(task.classes.device)])
         self._attend(task, adaptives)
@@ -218,7 +218,7 @@ class FedWEITNet(Serializable):
 
     @torch.no_grad()
     def update_buffers_(self) -> None:
-        """Update the current task's buffers after training: ``sum_j alpha_j A_j`` and all tensors not decomposed."""
+        """Update the current task's buffers after training: ``sum_j alpha_j A_j`` and copies of all other tensors."""
         task = self._task(self.num_started_tasks - 1)
         if self._base_of_others:
             mixed = zip(task.attention, self._base_of_others, strict=True)

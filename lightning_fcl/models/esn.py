@@ -247,7 +247,7 @@ class EchoStateNetwork(Serializable):
         return x
 
     def fold_plasticity(self) -> EchoStateNetwork:
-        """Return an equivalent reservoir with gain 1 and bias 0. Its weights include this reservoir's gain and bias."""
+        """Return an equivalent reservoir with gain 1 and bias 0, whose weights include this reservoir's gain and bias."""
         other = EchoStateNetwork(self.in_features, self.units, self.num_layers, washout=self.washout, seed=0)
         other = other.to(self.gain.device, self.gain.dtype)
         other.leaking_rate = self.leaking_rate
@@ -279,7 +279,7 @@ def _mask(rows: int, columns: int, connectivity: int | float, name: str, generat
 
 
 class _LayerPlasticity:
-    """The descent directions of one layer, summed over time step by step."""
+    """An accumulator that sums the descent directions of one layer over time steps."""
 
     def __init__(
         self, net: EchoStateNetwork, layer: int, state: Tensor, gain: Tensor, bias: Tensor, mu: float, variance: float

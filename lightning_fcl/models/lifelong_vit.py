@@ -284,7 +284,7 @@ class DyTox(Serializable):
 
     @property
     def blocks(self) -> tuple[tuple[int, ...], ...]:
-        """Classes of each task, in the order of the logits of its head."""
+        """Classes of each task, in the order of the logits of the task's head."""
         order = torch.split(torch.argsort(self.position), self.sizes)
         return tuple(tuple(block.tolist()) for block in order)
 

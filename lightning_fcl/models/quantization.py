@@ -23,7 +23,9 @@ Precision = Literal["int8", "float"]
 
 
 def with_frozen_backbone(network: Serializable, backbone: Precision = "int8") -> Serializable:
-    """Freeze the backbone of a network in place, and return the network. Load a state dict afterwards.
+    """Fold batch normalization and freeze the backbone of a network, in place, and return the network.
+
+    The values of an int8 backbone are placeholders until you load a state dict.
 
     Args:
         network: A network with the submodules ``backbone`` and ``head``.
@@ -84,7 +86,7 @@ class Int8Convolution(nn.Module):
     """A convolution whose inputs, weights and outputs are 8-bit levels. All of its state is in buffers.
 
     A real number is ``scale * (level - zero_point)``. Weights have symmetric levels in [-127, 127] and one scale per
-    output channel. The bias is in units of ``input scale * weight scale``, as on integer hardware. If a ReLU follows
+    the convolution, the ReLU is included: the zero point of the output is 0, so no output is negative.
     the convolution, it is included: the zero point of the output is 0, so no output is negative.
     """
 
@@ -240,7 +242,7 @@ def _fill(quantized: Int8Backbone, convolutions: list[nn.Conv2d], graph: fx.Grap
 
 
 def calibrated_graph(backbone: nn.Module, images: Tensor, batch_size: int) -> fx.GraphModule:
-    """Return the PT2E graph of a backbone. Its scales are constants, and it dequantizes before every convolution."""
+    """Return the PT2E graph of a backbone. The scales are constants. The graph dequantizes before every convolution."""
     with silence_warnings():
         pt2e = require_package("torchao.quantization.pt2e.quantize_pt2e", "calibrates int8 models", extra="device")
         images = images.detach().cpu().float()
@@ -263,7 +265,7 @@ class _ChainQuantizer:
         return model
 
     def annotate(self, model: fx.GraphModule) -> fx.GraphModule:
-        """Annotate the tensors to quantize."""
+        """Mark the tensors of a graph that PT2E quantizes, and return the graph."""
         from torchao.quantization.pt2e import HistogramObserver, PerChannelMinMaxObserver
         from torchao.quantization.pt2e.quantizer import QuantizationAnnotation, QuantizationSpec
 
@@ -307,6 +309,6 @@ def silence_warnings() -> Iterator[None]:
 
 
 def _clamp(x: Tensor, zero_point: Tensor) -> Tensor:
-    """Clamp levels minus their zero point to the range of 8 bits. The input is overwritten."""
+    """Return levels minus their zero point, clamped to the range of 8 bits. The input is overwritten."""
     # Tensors as bounds of `clamp` would be slower. vmap does not support the in-place `clamp_`.
     return x.add_(zero_point).clamp(0, 255).sub_(zero_point)

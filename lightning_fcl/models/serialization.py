@@ -60,7 +60,7 @@ def serializable(make: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
 
 
 def to_plain_config(value: object) -> Any:
-    """Convert an argument to plain data. For an object that cannot be created again, return only its class path."""
+    """Return an argument as plain data, or only the class path of an object that cannot be created again."""
     value = to_plain(value)
     if value is None or type(value) in (bool, int, float, str):
         return value
@@ -82,7 +82,9 @@ def to_plain_config(value: object) -> Any:
 
 
 def build_from_config(init_config: object, name: str) -> Any:
-    """Create an argument from its description, a result of `to_plain_config`. The description can be untrusted.
+    """Return the argument that a result of `to_plain_config` describes. The description can be untrusted.
+
+    For an optimizer, return a `functools.partial` that creates the optimizer.
 
     Args:
         init_config: Description of the argument.
@@ -186,7 +188,7 @@ def _class_named(path: object) -> Callable[..., Any] | None:
 
 
 def _cast(value: Any, hint: Any) -> Any:
-    """Convert plain data to the type of an annotation, such as a list to a tuple. Raise TypeError if that fails."""
+    """Return plain data converted to the type of an annotation, such as a list to a tuple, or raise TypeError."""
     origin, type_args = get_origin(hint), get_args(hint)
     if origin is Literal:
         fits = value in type_args

@@ -231,7 +231,7 @@ class CvTBody(Serializable):
 
 
 class _Stage(nn.Module):
-    """A stage of CvT. It converts a feature map to a feature map. The last stage returns the class token instead."""
+    """A stage of CvT that converts a feature map to a new map. The last stage returns the class token instead."""
 
     def __init__(
         self,
@@ -289,7 +289,7 @@ class ConvolutionalBlock(nn.Module):
         self.mlp = make_mlp(width, mlp_ratio)
 
     def forward(self, tokens: Tensor, side: int) -> Tensor:
-        """Return the transformed tokens.
+        """Return the transformed tokens, or only the transformed class token with ``class_only``.
 
         Args:
             tokens: Tokens of shape (batch, tokens, width). The tokens of a ``side`` x ``side`` map come last.

@@ -166,7 +166,7 @@ def create_vit(
             ``drop_path_rate``.
 
     Returns:
-        The model, with the attributes `body`, `head` and `features`. Its weights are drawn from torch's global random
+        The model, with the attributes `body`, `head` and `features`. The model's weights are drawn from torch's global random
         generator.
 
     Raises:

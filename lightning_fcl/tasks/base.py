@@ -25,7 +25,7 @@ from lightning_fcl.models.serialization import Serializable, build_from_config, 
 
 
 class Task(Serializable, L.LightningModule):
-    """A LightningModule whose hyperparameters contain its arguments as plain data."""
+    """A LightningModule that stores its constructor arguments as hyperparameters, in plain data."""
 
     lightning_fcl_protocols: ClassVar[bool] = True
 
@@ -83,9 +83,9 @@ class Task(Serializable, L.LightningModule):
 
 
 class _EpochLoss:
-    """The loss of the samples of an epoch, summed over all clients.
+    """The sum of the training losses and the number of samples in an epoch, over all clients of this process.
 
-    It is a separate object because attributes of the task are reset for each client.
+    The sums are in a separate object because attributes of the task are reset for each client.
     """
 
     def __init__(self) -> None:
@@ -93,9 +93,9 @@ class _EpochLoss:
 
 
 class NetworkTask(Task):
-    """A network that is trained on the mean of its samples' losses.
+    """A task whose network is trained on the mean of the samples' losses.
 
-    The loss of each sample is a separate method, so that the training of several clients can be vectorized.
+    A separate method, `sample_loss`, returns the loss of each sample, so that several clients can train vectorized.
     """
 
     def __init__(self, model: nn.Module, optimizer: OptimizerFactory | None) -> None:
@@ -141,7 +141,7 @@ class NetworkTask(Task):
         return loss
 
     def update_train_loss(self, total: Tensor, samples: int) -> None:
-        """Add to the training loss of the epoch, which is logged at the end of the epoch.
+        """Add the total loss of some samples to the training loss of the epoch, which is logged at the epoch's end.
 
         Logging every step would take as long as the training step of a small model.
         """

@@ -30,7 +30,7 @@ class OutputsByTask(FederatedModule, Protocol):
 
 
 class Classifier(NetworkTask):
-    """Classification with a network that is trained by cross-entropy. Its training can be vectorized over clients.
+    """Classification with a network that is trained by cross-entropy. Training can be vectorized over clients.
 
     Args:
         model: Network that maps inputs of shape (batch, ...) to logits of shape (batch, num_classes).
@@ -50,7 +50,7 @@ class Classifier(NetworkTask):
     """
 
     output_kind: ClassVar[str] = "logits"
-    """Kind of the outputs."""
+    """Kind of the network's outputs."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Classifier(NetworkTask):
         self._blocks = block_mask
 
     def mask_logits(self, output: Tensor, y: Tensor) -> Tensor:
-        """Return the logits with -inf for classes outside of a sample's task, in the shape of ``output``."""
+        """Return the logits with -inf for classes outside of a sample's task. Unchanged without ``task_incremental``."""
         if self._blocks is None:
             return output
         return output.masked_fill(~self._blocks.to(output.device)[y], -torch.inf)
@@ -164,16 +164,16 @@ class RandomClassifier(Classifier):
         return torch.rand(len(x), self.num_classes, device=x.device)
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:  # type: ignore[override]
-        """Do nothing."""
+        """Do nothing, because this baseline does not learn."""
 
     def configure_optimizers(self) -> None:  # type: ignore[override]
-        """Return no optimizer."""
+        """Return None, because this baseline needs no optimizer."""
 
 
 class MajorityClassifier(Classifier):
     """A baseline that predicts the most frequent class of its training samples.
 
-    With ``task_incremental=True``, it predicts the most frequent class among the classes of the sample's task. If you
+    With ``task_incremental=True``, the prediction is the most frequent class among the sample's task. If you
     set the reduction of ``class_counts`` to ``"local"``, each client uses the counts of its own training samples.
 
     Args:
@@ -202,7 +202,7 @@ class MajorityClassifier(Classifier):
         self.class_counts += torch.bincount(batch[1], minlength=self.num_classes)
 
     def configure_optimizers(self) -> None:  # type: ignore[override]
-        """Return no optimizer."""
+        """Return None, because this baseline needs no optimizer."""
 
 
 class HARClassifier(Classifier):
@@ -229,7 +229,7 @@ class HARClassifier(Classifier):
 
 
 class Regressor(NetworkTask):
-    """Regression with a network that is trained by the mean squared error. Its training can be vectorized over clients.
+    """Regression with a network that is trained by the mean squared error. Training can be vectorized over clients.
 
     `ContinualMetrics` evaluates the metrics of ``configure_metrics()``: mean squared error and coefficient of
     determination. A subclass can override `sample_loss` and ``configure_metrics``.

@@ -61,7 +61,7 @@ class ReservoirTask(RidgeTask):
 
     @property
     def reductions(self) -> ReductionRules:
-        """Reductions of the current round: of gain and bias while the reservoir adapts, otherwise of the readout."""
+        """Reductions of the current round: for gain and bias while the reservoir adapts, otherwise for the readout."""
         adapted = "download_only" if self.plasticity else "constant"
         if self.is_adapting:
             return {"*": "constant", "reservoir.gain": "mean", "reservoir.bias": "mean"}
@@ -76,7 +76,7 @@ class ReservoirTask(RidgeTask):
         return outputs.transpose(0, 1) if self.features == "steps" else outputs[0]
 
     def readout_inputs(self, x: Tensor) -> Iterator[Tensor]:
-        """Yield the inputs of the readout: blocks of states (steps, batch, N_R), or one tensor (1, batch, N_R)."""
+        """Yield the inputs of the readout: blocks (steps, batch, N_R), or one mean or last state (1, batch, N_R)."""
         return pool_states(self.reservoir, x, self.features)
 
     def to_network(self) -> ReservoirReadout:

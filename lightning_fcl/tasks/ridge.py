@@ -36,8 +36,9 @@ class RidgeClassifier(RidgeTask):
             and STSA, which uses ``beta=1e6``). Default: the network's features.
         seed: Seed of the random features.
         bias: Whether a column of ones is the last feature. It is regularized like all features.
-        rank: Number of leading singular values and vectors of B that a client uploads. The server merges them and
-            truncates them again. The solution is in the space that they span (FedRAN). Default: all of B.
+        rank: Number of leading singular values and vectors of B that a client uploads. The server merges the uploads
+            and truncates the result again. The solution is in the space of the remaining vectors (FedRAN). Default: all
+            of B.
         gamma: Regularization of each client's own solution, ``W_k = A_k (B_k + gamma I)^-1``. A client's predictions
             after its training use this solution. The client adds ``gamma I`` to the B that it uploads. The server
             subtracts all these additions before it solves, so its solution does not depend on gamma (AFL, He et al.
@@ -88,7 +89,7 @@ class RidgeClassifier(RidgeTask):
         return self
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return outputs near 1 for the correct class and near 0 for other classes, shape (batch, num_classes)."""
+        """Return outputs (batch, num_classes), which approximate 1 for a sample's class and 0 for other classes."""
         outputs: Tensor = self.readout(self.embed(x)).to(x.dtype)
         return outputs
 

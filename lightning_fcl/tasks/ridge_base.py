@@ -53,7 +53,7 @@ class RidgeTask(Task):
     num_regularized: Tensor
     """Number of uploads whose gamma was added to B since the last solution."""
     no_unlearning_reason: str | None
-    """Reason why the statistics of a client cannot be subtracted. None: they can be subtracted."""
+    """Reason why the statistics of a client cannot be subtracted. None: the statistics can be subtracted."""
 
     def __init__(
         self,
@@ -177,9 +177,10 @@ class RidgeTask(Task):
             self.solve()
 
     def should_accumulate(self) -> bool:
-        """Return whether the epoch's data are added.
+        """Return whether the data of the current epoch are added to the statistics.
 
-        Each epoch of a stream is a round. Other epochs have the same data, so only the last epoch counts.
+        With a `FederatedStream`, each epoch is a round, and the data of each round are added. Otherwise, all epochs
+        have the same data, so only the data of the last epoch are added.
         """
         trainer = self.trainer
         return trainer.current_epoch + 1 == trainer.max_epochs or find_stream(trainer) is not None
@@ -296,7 +297,7 @@ class RidgeTask(Task):
 
 
 class RidgeTrainer:
-    """Trains several clients in one step: computes the features of their samples and adds them to their statistics."""
+    """A local trainer for several clients: each step adds the features of samples to the clients' statistics."""
 
     is_stacked = True
     optimizer = None
@@ -394,5 +395,5 @@ def solve_local(a: Tensor, b: Tensor, beta: float) -> Tensor:
 
 
 def stack_client_rows(module: RidgeTask, clients: int) -> State:
-    """Return the state of a module for several clients. Each tensor has shape (clients, ...)."""
+    """Return the state of a module, repeated for several clients. Each tensor has shape (clients, ...)."""
     return {name: value.expand(clients, *value.shape) for name, value in state_tensors(module).items()}

@@ -65,7 +65,7 @@ class OneHot:
         return MulticlassAccuracy(self.num_outputs, average="micro")
 
     def to_predictions(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the inputs of the metric from outputs and targets, both of shape (..., outputs)."""
+        """Return predicted and true classes for the metric, both as vectors, from tensors of shape (..., outputs)."""
         return outputs.argmax(dim=-1).flatten(), targets.argmax(dim=-1).flatten()
 
 
@@ -183,11 +183,11 @@ class RidgeStatistics:
     rank: int | None = None
 
     def allocate_rows(self, b: Tensor, clients: Sequence[ClientRound]) -> Tensor:
-        """Return b with additional rows for all samples of the clients, so that no row is truncated during training."""
+        """Return b with additional rows for all samples, so that no row is truncated. Without ``rank``, return b."""
         return b if self.rank is None else F.pad(b, (0, 0, 0, max(part.num_samples for part in clients)))
 
     def finish(self, b: Tensor) -> Tensor:
-        """Return b as clients upload it."""
+        """Return b in the form that clients upload, with at most ``rank`` rows if ``rank`` is set."""
         return b if self.rank is None else torch.stack([leading_rows(rows, self.rank) for rows in b])
 
 
@@ -195,7 +195,7 @@ _NAMES = ("readout.A", "readout.B")
 _ADDED: ReductionRules = dict.fromkeys((*_NAMES, "readout.n"), "sum")
 
 SUMS = RidgeStatistics(_NAMES, _ADDED, accumulate)
-"""A and B. Their sums over clients equal A and B of all samples."""
+"""The statistics A and B. Their sums over clients equal A and B of all samples."""
 
 _MOMENTS = ("moments.sums", "moments.counts")
 
