@@ -199,9 +199,9 @@ class MethodBase:
         """Return the client's method state for later experiences.
 
         The client uses this state when it enters a later experience. In general, the last round of a client in an
-        experience is not known in advance. So the hook is called after each round that may be the last, and its result
-        is replaced if the client trains in the experience again. A client that does not train in an experience keeps
-        its state.
+        experience is not known in advance. So the hook is called after each round that may be the last. If the client
+        trains in the experience again, the new result replaces the earlier result. A client that does not train in an
+        experience keeps its state.
 
         Args:
             client: The client. ``client.method_state`` is the state that `update_client_state` returned.

@@ -206,9 +206,9 @@ class MeanOutputLoss(Method):
 
     The loss of each step is ``cross-entropy + mu * MOL``, see `mean_output_loss`. New classes are the classes that any
     client of the federation learns in the current session. Old classes are the classes of all earlier sessions. A
-    `FederatedStream` defines both. In a plain Trainer without a stream, a `fit` is a session, and the new classes are
-    the classes of the batch that no earlier session contained. A client keeps masks of these classes, and uploads the
-    same tensors as in FedAvg.
+    `FederatedStream` defines both. In a plain Trainer without a stream, each `fit` is a session. The new classes are
+    then the classes of the batch that no earlier session contained. A client keeps masks of these classes, and uploads
+    the same tensors as in FedAvg.
 
     The paper leaves several choices open. The defaults are the variant that worked best in ``recipes/odfcl/README.md``:
     squared difference of mean probabilities, and cross-entropy over the session's classes only. For a replay sample of

@@ -155,7 +155,7 @@ def compose(
 def local_epochs_fn(
     methods: Sequence[MethodBase], client_of: ClientOf, default_epochs: int
 ) -> int | Callable[[ClientRound], int]:
-    """Return the number of local epochs that the first method with such a number defines, or ``default_epochs``.
+    """Return the number of local epochs from the first method that defines a number, or ``default_epochs``.
 
     If a method overrides `MethodBase.local_epochs`, return a function that computes the number from a `ClientRound`.
     """

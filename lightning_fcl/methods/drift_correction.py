@@ -240,9 +240,9 @@ class FedDyn(ServerUpdateMethod):
     The loss is ``task loss - <g_k, w> + alpha / 2 * ||w - w_server||^2`` (equation 1). g_k is ``-alpha`` times the sum
     of ``w_k - w_server``, the parameter changes of the client, over all its rounds. The new server model is the mean of
     the uploads plus s. s is the sum of all clients' parameter changes so far, divided by the number of the stream's
-    clients. It is called ``-h / alpha`` in Algorithm 1. At a fixed point, the g_k are the gradients of the clients'
-    losses and add up to 0. A client keeps g_k, and uploads the same tensors as in FedAvg. The terms leave out
-    client-local parameters.
+    clients. Algorithm 1 writes s as ``-h / alpha``. At a fixed point, the g_k are the gradients of the clients' losses
+    and add up to 0. A client keeps g_k, and uploads the same tensors as in FedAvg. The terms leave out client-local
+    parameters.
 
     Each experience starts with s and all g_k at 0. The paper has a single task, and gradients of an earlier task are no
     correction for the current task.
@@ -286,8 +286,8 @@ class FedDyn(ServerUpdateMethod):
     def process_aggregate(self, server: Server) -> State:
         """Update the sum of parameter changes, and return the mean of the uploads plus this sum.
 
-        Averaged over all clients of the stream, the parameter changes of this round are ``participation_rate`` times
-        the difference between the mean of the uploads and the previous server model.
+        This sum grows by ``participation_rate`` times the difference between the mean of the uploads and the previous
+        server model. This product is the parameter change of the round, averaged over all clients of the stream.
         """
         for name, way in server.server_state.items():
             server.server_state[name] = way.add(

@@ -71,7 +71,7 @@ def prepare_batch(module: L.LightningModule, batch: Batch) -> Batch:
 
 
 def first_indices(stream: FederatedStream) -> IntArray | None:
-    """Return the sample indices of the first client that has training samples, in its first round with samples.
+    """Return the sample indices of one client in the earliest round in which any client has training samples.
 
     Return None if no client has samples, as on a deployment's server.
     """

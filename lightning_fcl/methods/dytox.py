@@ -51,15 +51,15 @@ class DyToxMethod(Episodic):
     - Divergence loss: the divergence head of the current task classifies the task's classes. All samples of past tasks
       form one more class.
     - Balanced tuning: in the last epochs of a task the body is frozen, too. The decoder and the task's token and heads
-      are trained with the task's loss only, on an equal number of stored samples of each class of all tasks. With a
-      `FederatedStream` these are extra local epochs in the task's last round. Otherwise, they are the last epochs of
-      the fit. The authors' code also tunes old tokens and heads, with a tenth of the learning rate.
+      are trained with the task's loss only. The data are an equal number of stored samples of each class of all tasks.
+      With a `FederatedStream` these are extra local epochs in the task's last round. Otherwise, they are the last
+      epochs of the fit. The authors' code also tunes old tokens and heads, with a tenth of the learning rate.
 
     A client's task is the model's block of classes that contains its labels, see `DyTox.blocks`. If a `FederatedStream`
-    defines such blocks, the model uses them. Stored samples and the teacher stay on the client. Tokens and heads are
-    uploaded like all other parameters. Divergence heads are used in training only and can be client-local:
-    ``reductions={"model.divergence.*": "local"}``. The task's loss is the loss of the module, which is cross-entropy
-    for `Classifier`. The authors use binary cross-entropy.
+    defines blocks of classes, the model uses these blocks. Stored samples and the teacher stay on the client. Tokens
+    and heads are uploaded like all other parameters. Divergence heads are used in training only and can be
+    client-local: ``reductions={"model.divergence.*": "local"}``. The task's loss is the loss of the module, which is
+    cross-entropy for `Classifier`. The authors use binary cross-entropy.
 
     Args:
         memory_size: Number of stored samples per task (int), or share of the client's data in a round (float). 0: no

@@ -62,9 +62,9 @@ class GEM(Episodic):
     (eq. 11, see `lightning_fcl.methods.projection.project`). The stored samples never leave the client, and it uploads
     the same tensors as in FedAvg.
 
-    After each round in which a client trains, GEM selects the stored samples of the current task again, at random and
-    in proportion to the classes. If `memory_size` permits, each class has at least one sample. If the rounds of a task
-    have different samples, GEM selects from the stored samples of the task and the new samples of the round.
+    After each round in which a client trains, GEM selects the stored samples of the current task again. The selection
+    is random, in proportion to the classes. If `memory_size` permits, each class has at least one sample. If the rounds
+    of a task have different samples, GEM selects from the stored samples of the task and the new samples of the round.
 
     Args:
         memory_size: Number of stored samples per task (int), or share of the client's data in a round (float).

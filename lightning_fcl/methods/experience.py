@@ -157,7 +157,7 @@ def result_of(
 def share_of(
     method: MethodBase, client: Client, trained_state: State, data: Any, earlier: StateSection
 ) -> tuple[State, StateSection] | None:
-    """Return a client's upload for the sums of an experience, and its total contribution including this upload.
+    """Return a client's upload for the sums of an experience, and the total contribution including this upload.
 
     Args:
         method: The method.

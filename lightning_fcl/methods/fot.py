@@ -48,8 +48,8 @@ class FOT(ServerUpdateMethod):
         eps: Share of the energy of a layer's inputs that U should contain after each task, above 0 and at most 1.
 
     Raises:
-        ValueError: If ``eps`` is out of range, no layer is averaged, or the Trainer does not use
-            ``strategy="federated"`` with a server that sets its model to the mean of the uploads.
+        ValueError: If ``eps`` is out of range, or no layer is averaged. Also if the Trainer does not use
+            ``strategy="federated"``, or the server's model is not the mean of the uploads.
 
     Example:
         >>> FOT(eps=0.9).eps

@@ -106,8 +106,8 @@ def input_gradient(encoder: nn.Module, x: Tensor, label: int, create_graph: bool
 def invert(encoder: nn.Module, gradient: Tensor, label: int, start: Tensor, iterations: int = 250) -> Tensor:
     """Return a sample whose `input_gradient` is nearest to ``gradient``, found by L-BFGS (Zhu et al., 2019).
 
-    If the network is a linear layer, its gradient is ``g x^T`` for the weight and g for the bias, where x is the sample
-    and g the gradient of the output. The result is then x.
+    If the network is a linear layer, the result is the unknown sample x. The gradient is then ``g x^T`` for the weight
+    and g for the bias, where g is the gradient of the output.
 
     Args:
         encoder: The network.
@@ -175,9 +175,9 @@ class GLFC(Method):
     of an experience, a client selects one sample of each of its classes: the sample whose features are nearest to the
     mean of the class. The client perturbs the sample by 50 gradient steps that decrease the loss of the client's model.
     Then the client uploads the gradient of this sample for a small network (`make_encoder`). This network is the same
-    for all clients. The
-    reconstructed samples correctly. **A client thus reveals one slightly perturbed sample of each of its classes** to
-    the server, and to anyone else who can read the upload.
+    for all clients. The server reconstructs the samples (`invert`). The best model classifies the largest number of the
+    experience's reconstructed samples correctly. **A client thus reveals one slightly perturbed sample of each of its
+    classes** to the server, and to anyone else who can read the upload.
 
     Args:
         strength: Weight of the distillation, 0 to 1. 0 uses only the class-aware weights.

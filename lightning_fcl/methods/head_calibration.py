@@ -42,11 +42,11 @@ class Fed3R(Method):
     Args:
         beta: Regularization strength, at least 0.
         temperature: Divisor of the ridge solution, above 0. The targets of ridge regression are 1 for the class of a
-            sample and 0 for other classes. A softmax of such outputs is almost uniform without the division.
+            sample and 0 for other classes. Without the division, a softmax of the outputs is almost uniform.
 
     Raises:
-        ValueError: If the Trainer does not use ``strategy="federated"``, the stream's ``history`` is not ``"round"``,
-            or the module has no linear last layer on top of its features.
+        ValueError: If the Trainer does not use ``strategy="federated"``, or the stream's ``history`` is not
+            ``"round"``. Also if the module has no linear last layer on top of its features.
 
     Example:
         >>> from lightning_fcl import Classifier

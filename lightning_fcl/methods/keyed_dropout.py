@@ -134,7 +134,7 @@ class KeyedRandomness(TorchFunctionMode):
         return uniform(self._key, self._stream, shape)
 
     def _keep_mask(self, x: Tensor, p: float, channels: bool) -> Tensor:
-        """Return a mask with 1 for kept elements, otherwise 0. With ``channels``, whole channels are kept or dropped."""
+        """Return a mask with 1 for kept elements and 0 for others. With ``channels``, mask whole channels."""
         shape = x.shape[:2] if channels else x.shape
         return (self.uniform(shape) >= p).to(x.dtype).view(*shape, *[1] * (x.dim() - len(shape)))
 

@@ -94,6 +94,7 @@ def gradient_distance(gradient: Tensor, references: Tensor, kind: DistanceKind =
         kind: ``"wasserstein"``: the distance between the distributions of coordinates, ``mean |sort(a) - sort(b)|``.
             This distance ignores the order of the coordinates. ``"cosine"``: 1 - the cosine of the angle between the
             gradients, and 1 for a zero gradient.
+
     Raises:
         InvalidValueError: If a gradient has non-finite values.
     """

@@ -116,7 +116,8 @@ def merge_regression(mean: Tensor, weighted: Tensor, gram: Tensor) -> Tensor:
     The outputs of this layer are nearest to the outputs of the clients' layers, by least squares.
 
     Args:
-        mean: The average of the clients' weights, shape (outputs, d). It is the result in directions without inputs.
+        mean: The average of the clients' weights, shape (outputs, d). In directions without inputs, this average is the
+            result.
         weighted: The sum of the clients' `gram_product`, shape (outputs, d).
         gram: The sum of the clients' Gram matrices, shape (d, d), or of their diagonals, shape (d,).
 

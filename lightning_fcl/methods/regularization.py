@@ -105,7 +105,7 @@ class EWC(Consolidation):
         normalize: Whether to divide F by the client's greatest F_i. With plain SGD, the penalty alone then does not
             diverge if ``learning rate * strength`` is below 2. Stay well below 2, because the task loss adds its own
             curvature. False uses F as in the paper. Published strengths, such as 40,000 in Zuo et al. (2024), require
-            False. With such a strength, training of many small networks diverges.
+            False. With a strength of this size, training of many small networks diverges.
 
     Raises:
         ValueError: If ``strength`` or ``decay`` is out of range, or the module does not define

@@ -53,7 +53,7 @@ class Replay(Method):
     samples gets n replay samples, or all if there are fewer. After local training, the client offers each new sample to
     its buffer once. Replay samples never leave the client.
 
-    Samples are pairs ``[x, y]`` of tensors, or, in a federation, dicts of tensors. They are stored as plain tensors, so
+    Samples are pairs ``[x, y]`` of tensors, or, in a federation, dicts of tensors. The client stores plain tensors, so
     that all batches of a fit are plain tensors. A subclass of `torch.Tensor`, such as MONAI's ``MetaTensor``, reaches
     the training step without its class and metadata.
 

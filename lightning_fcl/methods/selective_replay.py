@@ -96,11 +96,11 @@ class DERpp(Method):
 class ReFed(Method):
     """Re-Fed (Li et al., 2024, CVPR): replay the samples with the largest gradients of a personal model.
 
-    At the end of an experience a client computes `sample_importance` for its replay samples and for its samples of the
-    last round in which it trained. It keeps the ``memory_size`` samples with the largest importance. To compute the
-    importance, a personal model ``v`` takes gradient steps on all of these samples. Each step also moves ``v`` towards
-    the model that the client received. ``v`` starts from the received model in the first experience and continues in
-    later experiences. It is client-local. The client uploads the same tensors as in FedAvg.
+    At the end of an experience a client computes `sample_importance` for its replay samples and its samples of the last
+    round. The client keeps the ``memory_size`` samples with the largest importance. To compute the importance, a
+    personal model ``v`` takes gradient steps on all of these samples. Each step also moves ``v`` towards the model that
+    the client received. ``v`` starts from the received model in the first experience and continues in later
+    experiences. ``v`` is client-local. The client uploads the same tensors as in FedAvg.
 
     Deviation: in the paper the selection is done when the next experience starts, with the server's model after the
     last round. The default values are chosen by this library.
@@ -225,10 +225,10 @@ class FedCBDR(Method):
     A sample that is rare among all clients has a high leverage.
 
     For each experience a client uploads ``X_k^T X_k`` of its features, computed with its own model. When the experience
-    ends, the client receives the sum over all clients. It then draws n samples of the experience and keeps them in
-    addition to the samples of earlier experiences. n is ``memory_size`` times the client's fraction of the total
-    leverage. The samples are drawn without replacement, with probabilities proportional to the leverage, and never
-    leave the client.
+    ends, the client receives the sum over all clients. Then the client draws n of its samples of the experience and
+    keeps these in addition to samples of earlier experiences. n is ``memory_size`` times the client's fraction of the
+    total leverage. The samples are drawn without replacement, with probabilities proportional to the leverage, and
+    never leave the client.
 
     Deviation: in the paper a client uploads ``P_k X_k Q``, with random orthogonal P_k and Q, and the server draws the
     samples. The scores are identical. The paper's upload also reveals ``X_k^T X_k``, up to a rotation.

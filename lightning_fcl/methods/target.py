@@ -39,15 +39,15 @@ class TARGET(Method):
     """TARGET (Zhang et al., 2023): distill old classes on images that the server generates without client data.
 
     The loss is ``task loss + distillation_weight * KD``. KD compares the logits of old classes on a batch of generated
-    images with the logits of the server's model at the end of the previous experience. In the paper, the cross-entropy
-    is among the classes of the current experience only: add ``MeanOutputLoss(mu=0.0)`` for this. With a cross-entropy
-    over all classes, the method does not prevent forgetting. The network needs batch normalization.
+    images. The teacher is the server's model at the end of the previous experience. In the paper, the cross-entropy is
+    among the classes of the current experience only: add ``MeanOutputLoss(mu=0.0)`` for this. With a cross-entropy over
+    all classes, the method does not prevent forgetting. The network needs batch normalization.
 
-    When an experience ends, the server generates ``num_images`` images. It trains a generator so that the server's
-    model predicts randomly drawn classes for the images. The images' statistics in the batch normalization layers must
-    also match the running statistics (`with_statistics_distance`). In each round of the next experience, the server
-    sends the images and their logits to each client, instead of the old model. For this purpose, a client uploads only
-    the set of classes of all experiences so far.
+    When an experience ends, the server generates ``num_images`` images. For this purpose, the server trains a generator
+    so that the server's model predicts randomly drawn classes for the images. The images' statistics in the batch
+    normalization layers must also match the running statistics (`with_statistics_distance`). In each round of the next
+    experience, the server sends the images and their logits to each client, instead of the old model. For this purpose,
+    a client uploads only the set of classes of all experiences so far.
 
     Deviation: the authors' generator starts each batch from a meta-learned state. From its 20th batch on, it has a
     student as an adversary. Here one generator continues from batch to batch, without a student.
@@ -64,8 +64,8 @@ class TARGET(Method):
         temperature: Temperature that softens the outputs of teacher and student, above 0.
 
     Raises:
-        ValueError: If an argument is out of range, the Trainer does not run a federation with images, or the module has
-            no batch normalization statistics or no class logits.
+        ValueError: If an argument is out of range, or the Trainer does not run a federation with images. Also if the
+            module has no batch normalization statistics or no class logits.
 
     Example:
         >>> TARGET(batch_size=16).replay_batch_size

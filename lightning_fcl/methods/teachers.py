@@ -1,7 +1,7 @@
 """Copies of the server's model from the start of experiences. They are teachers for distillation in later rounds.
 
-The server copies its model at the start of the round in which the first client enters an experience. It stores one
-copy for all clients while any client is in the experience. A client receives the copy once and keeps it.
+The server copies its model at the start of the round in which the first client enters an experience. The server stores
+one copy for all clients while any client is in the experience. A client receives the copy once and keeps it.
 """
 
 from __future__ import annotations

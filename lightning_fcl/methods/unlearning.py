@@ -34,9 +34,9 @@ class Unlearning(Method):
         requests: For each client that leaves, the number of the round (from 0) after which it leaves.
 
     Raises:
-        ValueError: If a client is not in the stream, a client has no data in the rounds before it leaves, or the fit
-            does not reach the round. Also if the module does not compute its readout from sums of the clients'
-            statistics, or if the statistics B are estimated or of low rank.
+        ValueError: If a client is not in the stream, or has no data up to the round after which it leaves. Also if the
+            fit does not reach this round. Also if the module does not compute its readout from sums of statistics, or
+            if the statistics B are estimated or of low rank.
 
     Example:
         >>> Unlearning(requests={"7": 3}).requests

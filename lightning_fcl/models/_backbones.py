@@ -34,7 +34,10 @@ _OURS = {
 
 
 def make_backbone(name: str, image_size: int, channels: int, options: dict[str, Any]) -> Backbone:
-    """Return a variant's body and its number of features, as for `create_vit`. A family selects its smallest variant."""
+    """Return a variant's body and its number of features. The name of a family selects the family's smallest variant.
+
+    See `lightning_fcl.models.create_vit`.
+    """
     variant = name.lower().replace("-", "_")
     variant = FAMILIES.get(variant, variant)
     if variant not in VARIANTS:

@@ -50,9 +50,9 @@ def _wide(value: object) -> object:
 def fast_attention(x: Tensor) -> AbstractContextManager[object]:
     """Return a context that runs attention in the fastest precision: on a CPU, single precision even under autocast.
 
-    On a CPU, the backward pass of fused attention takes 1.3 to 15 times as long in bf16 as in single precision,
-    for every width of the heads and every number of tokens that was measured. The forward pass in bf16 is not faster
-    either. See `benchmarks/attention_step.py`.
+    On a CPU, the backward pass of fused attention takes 1.3 to 15 times as long in bf16 as in single precision. This
+    was measured for several widths of the heads and numbers of tokens. The forward pass in bf16 is not faster either.
+    See `benchmarks/attention_step.py`.
     """
     return _WideAttention() if x.device.type == "cpu" and torch.is_autocast_enabled("cpu") else nullcontext()
 

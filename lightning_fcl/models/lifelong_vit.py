@@ -120,7 +120,7 @@ class InterTaskAttention(nn.Module):
 
     Each head computes ``softmax(q K^T / sqrt(d) + B) v``. Queries q and values v are computed from the tokens. The keys
     K of all tokens and the biases B are the parameters `external_key` and `external_bias`. B has one number for each
-    distance between two patches, as in LeViT. It has three more numbers: from the class token to patches, from patches
+    distance between two patches, as in LeViT. B has three more numbers: from the class token to patches, from patches
     to the class token, and from the class token to itself. B starts at 0. K starts with the variance of keys that a
     linear layer with standard deviation 0.02 computes from normalized tokens.
     """
@@ -297,8 +297,8 @@ class DyTox(Serializable):
         """Replace the consecutive blocks of classes by the blocks of a stream. Do nothing if the blocks are the same.
 
         Raises:
-            ValueError: If the model was created with explicit blocks or has learned tasks already, or if the blocks
-                have different sizes or do not contain each class once.
+            ValueError: If the model was created with explicit blocks or has learned tasks already. Also if the sizes of
+                the blocks differ from the model's, or the blocks do not contain each class once.
         """
         if {frozenset(block) for block in blocks} == {frozenset(block) for block in self.blocks}:
             return

@@ -25,7 +25,7 @@ class LoRA(Serializable):
     uploaded or downloaded, like the frozen weights.
 
     Args:
-        net: A network. Its linear layers are replaced in place.
+        net: A network. The network's linear layers are replaced in place.
         rank: Rank of the added weights, at least 1.
         alpha: Scale of the added weights, above 0.
         head: Shell-style pattern for the names of parameters that are trained directly. All `nn.Linear` layers that do

@@ -40,7 +40,7 @@ class RidgeReadout(DoublePrecision):
     """A linear map from states to outputs by ridge regression: ``W = A (B + beta I)^-1`` (Bacciu et al., 2021, eq. 10).
 
     The statistics are ``A = Y S^T``, ``B = S S^T`` and the number of samples (eq. 6-9 and 11-12). The statistics do not
-    contain the regularizer ``beta``. The regularizer is added once, in the solution. The statistics of readouts of the same
+    contain the regularizer ``beta``, which is added once, in the solution. The statistics of readouts of the same
     reservoir can be added and subtracted.
 
     Args:

@@ -142,8 +142,8 @@ def create_vit(
     - ``cvt`` is `CvTBody`, and ``t2t`` is `T2TBody`. The other bodies come from timm.
     - PVT is version 2, because timm does not contain version 1. At 32 pixels, PVT reduces keys by (4, 2, 1, 1) instead
       of the paper's (8, 4, 2, 1).
-    - LeViT has one head instead of two. The batch normalization before the head belongs to the body. It comes before
-      the pooling, so that the model can be trained on a batch of one image.
+    - LeViT has one head instead of two. The batch normalization before the head belongs to the body. This normalization
+      comes before the pooling, so that the model can be trained on a batch of one image.
     - Dropout and stochastic depth are off, unless an option sets them.
 
     Each upload or download contains the parameters of the body, at 4 bytes each. For LeViT and CvT, it also contains
@@ -166,8 +166,8 @@ def create_vit(
             ``drop_path_rate``.
 
     Returns:
-        The model, with the attributes `body`, `head` and `features`. The model's weights are drawn from torch's global random
-        generator.
+        The model, with the attributes `body`, `head` and `features`. The model's weights are drawn from torch's global
+        random generator.
 
     Raises:
         ValueError: If the name or an option is unknown, or if the image size does not match the architecture.

@@ -106,7 +106,7 @@ class Classifier(NetworkTask):
         self._blocks = block_mask
 
     def mask_logits(self, output: Tensor, y: Tensor) -> Tensor:
-        """Return the logits with -inf for classes outside of a sample's task. Unchanged without ``task_incremental``."""
+        """Return logits, with -inf for classes of other tasks. Unchanged if the stream's tasks have not been read."""
         if self._blocks is None:
             return output
         return output.masked_fill(~self._blocks.to(output.device)[y], -torch.inf)
@@ -173,8 +173,8 @@ class RandomClassifier(Classifier):
 class MajorityClassifier(Classifier):
     """A baseline that predicts the most frequent class of its training samples.
 
-    With ``task_incremental=True``, the prediction is the most frequent class among the sample's task. If you
-    set the reduction of ``class_counts`` to ``"local"``, each client uses the counts of its own training samples.
+    With ``task_incremental=True``, the prediction is the most frequent class among the classes of the sample's task. If
+    you set the reduction of ``class_counts`` to ``"local"``, each client uses the counts of its own training samples.
 
     Args:
         num_classes: Number of classes.

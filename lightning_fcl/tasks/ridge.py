@@ -35,7 +35,7 @@ class RidgeClassifier(RidgeTask):
         random_features: Number of random features that replace the network's features, see `RandomFeatures` (RanPAC,
             and STSA, which uses ``beta=1e6``). Default: the network's features.
         seed: Seed of the random features.
-        bias: Whether a column of ones is the last feature. It is regularized like all features.
+        bias: Whether a column of ones is the last feature. This feature is regularized like all others.
         rank: Number of leading singular values and vectors of B that a client uploads. The server merges the uploads
             and truncates the result again. The solution is in the space of the remaining vectors (FedRAN). Default: all
             of B.
