@@ -52,8 +52,8 @@ class DyToxMethod(Episodic):
       form one more class.
     - Balanced tuning: in the last epochs of a task the body is frozen, too. The decoder and the task's token and heads
       are trained with the task's loss only. The data are an equal number of stored samples of each class of all tasks.
-      With a `FederatedStream` these are extra local epochs in the task's last round. Otherwise, they are the last
-      epochs of the fit. The authors' code also tunes old tokens and heads, with a tenth of the learning rate.
+      With a `FederatedStream` the tuning has extra local epochs in the task's last round. Otherwise, the last epochs
+      of the fit are for tuning. The authors' code also tunes old tokens and heads, with a tenth of the learning rate.
 
     A client's task is the model's block of classes that contains its labels, see `DyTox.blocks`. If a `FederatedStream`
     defines blocks of classes, the model uses these blocks. Stored samples and the teacher stay on the client. Tokens

@@ -223,7 +223,7 @@ def without_task(memory: StateSection, task: int) -> StateSection:
 
 
 def add_to_task(memory: StateSection, result: StateSection, samples: StateSection, task: int) -> StateSection:
-    """Return ``memory`` in which a task has the new samples, and the samples of this task in ``result``."""
+    """Return ``memory``, in which the samples of a task become the task's samples in ``result`` plus ``samples``."""
     earlier = result["task"] == task if "task" in result else torch.zeros(0, dtype=torch.bool)
     if earlier.any():
         earlier_samples = {name: result[name][earlier].to(value.device) for name, value in samples.items()}

@@ -41,8 +41,8 @@ class FedKNOW(FedViT):
     while all weights that no task has kept are zero.
 
     The network of a past task has the weights that were kept until the end of the task. Other weights of these layers
-    are zero, as in PackNet (Mallya and Lazebnik, 2018). Its biases, normalization layers and head are copies from the
-    end of the task. The gradient of a past task is the gradient of a distillation loss. The teacher is the network of
+    are zero, as in PackNet (Mallya and Lazebnik, 2018). The network's biases, normalization layers and
+    head are copies from the end of the task. The gradient of a past task is the gradient of a distillation loss. The teacher is the network of
     the past task, on the current batch, with the logits of the task's classes.
 
     Args:

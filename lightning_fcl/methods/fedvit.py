@@ -82,11 +82,12 @@ class FedViT(FedRep):
     1. *Integration* (section 3.4). Integration takes place in each round of a task except the client's first round of
        the task. g_b is the gradient of a batch at the body that the client trained before aggregation. g_a is the
        gradient at the received body. The client projects g_b so that, to first order, the step does not increase the
-       loss at the received body. Then it takes an optimizer step with the projected gradient. 2. Head epochs: the head
-       is trained and the body is frozen. 3. Body epochs: the body is trained and the head is frozen. The gradient is
-       projected (eq. 7 to 9) so that, to first order, the step does not increase the loss of any of the k selected past
-       tasks. The selected tasks are those whose gradients differ most from the current gradient (section 3.3). Their
-       gradients are computed at the current parameters from the kept samples of each task (eq. 5).
+       loss at the received body. Then the client takes an optimizer step with the projected gradient.
+    2. Head epochs: the head is trained and the body is frozen.
+    3. Body epochs: the body is trained and the head is frozen. The gradient is projected (eq. 7 to 9) so that, to first
+       order, the step does not increase the loss of any of the k selected past tasks. The selected tasks are those
+       whose gradients differ most from the current gradient (section 3.3). The gradients of past tasks are computed at
+       the current parameters from the kept samples of each task (eq. 5).
 
     In the paper, integration follows each aggregation immediately. Here it takes place at the start of the client's
     next round. With ``integrate_last`` it also follows the last aggregation of a task, for the body that the client

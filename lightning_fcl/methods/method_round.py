@@ -82,7 +82,7 @@ class LocalRound:
 
 @dataclass(eq=False)
 class MethodRound:
-    """A round in which this object calls the methods' hooks, for each client and for the server.
+    """The calls of the methods' hooks in one round, for each client and for the server.
 
     Args:
         number: Number of the round, from 0.

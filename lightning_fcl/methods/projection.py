@@ -250,7 +250,7 @@ def _refine(solver: Solver, unit: Matrix, slope: Matrix, ridge: float) -> Matrix
 
 
 def _by_quadprog(matrix: Matrix, slope: Matrix) -> Matrix:
-    """Return the solution of `_solve` by quadprog, a compiled active-set method of Goldfarb and Idnani."""
+    """Return the solution of the quadratic program in `_solve` by quadprog (Goldfarb and Idnani, compiled)."""
     import quadprog
 
     weights: Matrix = quadprog.solve_qp(matrix, -slope, np.eye(len(slope)), np.zeros_like(slope))[0]
@@ -258,7 +258,7 @@ def _by_quadprog(matrix: Matrix, slope: Matrix) -> Matrix:
 
 
 def _by_active_sets(matrix: Matrix, slope: Matrix) -> Matrix:
-    """Return the solution of `_solve` by the active sets of Lawson and Hanson, in NumPy.
+    """Return the solution of the quadratic program in `_solve` by active sets (Lawson and Hanson), in NumPy.
 
     The problem is a non-negative least-squares problem.
     """

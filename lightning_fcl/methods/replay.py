@@ -284,7 +284,9 @@ class Replay(Method):
 def sample_reservoirs(
     size: int, groups: Tensor, priority: Tensor, generator: torch.Generator
 ) -> tuple[Tensor, StateSection]:
-    """Return samples selected by reservoir sampling in each group, like ``ClassBalancedBuffer`` of Avalanche.
+    """Return the positions and priorities of samples that reservoir sampling selects in each group.
+
+    The selection is like that of Avalanche's ``ClassBalancedBuffer``.
 
     Each new sample draws a priority in [0, 1). Each group keeps its samples with the highest priorities. The result is
     a uniform random choice of all samples that the group has been offered.

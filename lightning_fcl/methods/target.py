@@ -43,8 +43,8 @@ class TARGET(Method):
     among the classes of the current experience only: add ``MeanOutputLoss(mu=0.0)`` for this. With a cross-entropy over
     all classes, the method does not prevent forgetting. The network needs batch normalization.
 
-    When an experience ends, the server generates ``num_images`` images. For this purpose, the server trains a generator
-    so that the server's model predicts randomly drawn classes for the images. The images' statistics in the batch
+    When an experience ends, the server generates ``num_images`` images. The server first trains a generator, so that
+    the server's model predicts randomly drawn classes for the images. The images' statistics in the batch
     normalization layers must also match the running statistics (`with_statistics_distance`). In each round of the next
     experience, the server sends the images and their logits to each client, instead of the old model. For this purpose,
     a client uploads only the set of classes of all experiences so far.
