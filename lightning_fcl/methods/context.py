@@ -144,7 +144,7 @@ class Client:
         return data if self.history is None else self.select_samples(data, self.history.new)
 
     def select_samples(self, data: Batch, mask: Tensor) -> Batch:
-        """Return the round's samples where ``mask``, shape (n,), is True. Remove all other labels from `client_round`."""
+        """Return the round's samples where ``mask``, shape (n,), is True. Remove other labels from `client_round`."""
         if bool(mask.all()):
             return data
         if self._part is not None and len(self._part.labels) == len(mask):

@@ -36,14 +36,14 @@ class FedKNOW(FedViT):
     task is different: the client keeps weights instead of samples.
 
     When a task ends, the client selects weights in each linear and convolutional layer of the body. From the weights
-    that no earlier task has kept, it keeps those with the largest absolute values. Their number is the share ``rho`` of
-    all weights of the layer. No weight is kept for two tasks. The new weights are then tuned on the task's samples,
+    that no earlier task has kept, the client keeps those with the largest absolute values. Their number is the share
+    ``rho`` of all weights of the layer, or fewer if not enough weights are free. No weight is kept for two tasks. The new weights are then tuned on the task's samples,
     while all weights that no task has kept are zero.
 
     The network of a past task has the weights that were kept until the end of the task. Other weights of these layers
     are zero, as in PackNet (Mallya and Lazebnik, 2018). The network's biases, normalization layers and
-    head are copies from the end of the task. The gradient of a past task is the gradient of a distillation loss. The teacher is the network of
-    the past task, on the current batch, with the logits of the task's classes.
+    head are copies from the end of the task. The gradient of a past task is the gradient of a distillation loss. The
+    teacher is the network of the past task, on the current batch, with the logits of the task's classes.
 
     Args:
         rho: Share of each layer's weights that is kept for a task, above 0 and at most 1.

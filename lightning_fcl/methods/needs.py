@@ -10,7 +10,7 @@ class Needs:
     """The requirements of a method on the module, the data and the Trainer.
 
     If a requirement is not met, an error is raised before the first round, or at the first batch that does not meet the
-    requirement. Four fields are no requirements: ``dict_batches`` permits more batches, ``round_samples`` and
+    requirement. Four fields are not requirements: ``dict_batches`` permits more batches, ``round_samples`` and
     ``numbers`` declare what the hooks read, and ``features`` changes the mode of frozen layers.
 
     Args:

@@ -96,7 +96,7 @@ class DERpp(Method):
 class ReFed(Method):
     """Re-Fed (Li et al., 2024, CVPR): replay the samples with the largest gradients of a personal model.
 
-    At the end of an experience a client computes `sample_importance` for its replay samples and its samples of the last
+    At the end of an experience a client computes `sample_importance` for its replay samples and the samples of its last
     round. The client keeps the ``memory_size`` samples with the largest importance. To compute the importance, a
     personal model ``v`` takes gradient steps on all of these samples. Each step also moves ``v`` towards the model that
     the client received. ``v`` starts from the received model in the first experience and continues in later

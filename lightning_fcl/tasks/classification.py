@@ -106,7 +106,7 @@ class Classifier(NetworkTask):
         self._blocks = block_mask
 
     def mask_logits(self, output: Tensor, y: Tensor) -> Tensor:
-        """Return logits, with -inf for classes of other tasks. Unchanged if the stream's tasks have not been read."""
+        """Return the logits, with -inf for classes outside of a sample's task if `setup` has read the tasks."""
         if self._blocks is None:
             return output
         return output.masked_fill(~self._blocks.to(output.device)[y], -torch.inf)

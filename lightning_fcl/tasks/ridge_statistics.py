@@ -187,7 +187,7 @@ class RidgeStatistics:
         return b if self.rank is None else F.pad(b, (0, 0, 0, max(part.num_samples for part in clients)))
 
     def finish(self, b: Tensor) -> Tensor:
-        """Return b in the form that clients upload, with at most ``rank`` rows if ``rank`` is set."""
+        """Return b in the form that clients upload, reduced to ``rank`` rows if ``rank`` is set."""
         return b if self.rank is None else torch.stack([leading_rows(rows, self.rank) for rows in b])
 
 
