@@ -37,8 +37,8 @@ class FedKNOW(FedViT):
 
     When a task ends, the client selects weights in each linear and convolutional layer of the body. From the weights
     that no earlier task has kept, the client keeps those with the largest absolute values. Their number is the share
-    ``rho`` of all weights of the layer, or fewer if not enough weights are free. No weight is kept for two tasks. The new weights are then tuned on the task's samples,
-    while all weights that no task has kept are zero.
+    ``rho`` of all weights of the layer, or fewer if not enough weights are free. No weight is kept for two tasks. The
+    new weights are then tuned on the task's samples, while all weights that no task has kept are zero.
 
     The network of a past task has the weights that were kept until the end of the task. Other weights of these layers
     are zero, as in PackNet (Mallya and Lazebnik, 2018). The network's biases, normalization layers and
