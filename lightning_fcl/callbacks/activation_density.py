@@ -27,9 +27,9 @@ _EDGES = np.linspace(-1, 1, 101)
 class ActivationDensity(Callback):
     """Callback that records the density of the server's reservoir states on the test samples after each experience.
 
-    The states are between -1 and 1. They are pooled over units, time steps and samples. ``record`` contains densities
-    over all test samples, and over the samples of each group (a class or a domain). If the dataset assigns its samples
-    to clients, ``record`` also contains densities over the test samples of each client, under the key ``"owners"``.
+    The states are between -1 and 1, and are pooled over units, time steps and samples. ``record`` contains densities
+    over all test samples, and over the samples of each group (a class or a domain). If the dataset assigns samples to
+    clients, ``record`` also contains densities over the test samples of each client, under the key ``"owners"``.
     These densities correspond to figures 3 and 5 of De Caro et al. (2023), "Decentralized plasticity in reservoir
     dynamical networks for pervasive environments".
 

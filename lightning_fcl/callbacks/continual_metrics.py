@@ -76,8 +76,8 @@ class ContinualMetrics(Callback):
         split: ``"test"`` for the stream's test samples, or ``"validation"`` for its validation samples. Use the
             validation samples to choose hyperparameters.
         evaluate_on_train: Whether the server's final model is also tested on all training samples.
-        evaluate_before_fit: Whether the server's model is also tested before the first round. Use it for streams whose
-            experience 0 is a base session.
+        evaluate_before_fit: Whether the server's model is also tested before the first round. Use this option for
+            streams whose experience 0 is a base session.
         lower_is_better: Names of the values logged by the module's own step for which lower is better. Default: names
             that contain "loss" or "error". If the step logs a metric object, the ``higher_is_better`` attribute of the
             object is used instead.
@@ -242,7 +242,7 @@ class ContinualMetrics(Callback):
         pl_module.log_dict(values, on_step=False, on_epoch=True, batch_size=1)
 
     def _gathered(self, trainer: L.Trainer, local_values: Mapping[str, T]) -> dict[str, T]:
-        """Return the values of all clients, gathered from the processes that host them."""
+        """Return the values of all clients, gathered from the processes that store the client states."""
         return gather_by_client(get_ranks(trainer), local_values, require_stream(trainer).plan.clients)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -250,7 +250,10 @@ class ContinualMetrics(Callback):
             self.on_round_end(trainer, pl_module)
 
     def _experiences(self, plan: Plan, round_idx: int) -> dict[str, int]:
-        """Return the experience of each client in a round. If nothing changes, reuse the dict of the previous round."""
+        """Return the experience of each client and of the server in a round.
+
+        If no experience has changed, return the dict of the previous round, to save memory.
+        """
         if self.record["rounds"] and all(numbers[round_idx] == numbers[round_idx - 1] for numbers in self._ways):
             previous_experiences: dict[str, int] = self.record["rounds"][-1]["experience"]
             return previous_experiences

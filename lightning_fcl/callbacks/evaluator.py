@@ -1,4 +1,4 @@
-"""Evaluation of a model on test samples: correct predictions of each group, or the metrics of its task."""
+"""Evaluation of a model on test samples: correct predictions of each group of samples, or metrics of the module."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Evaluator:
         return replace(self, rows=self.rows[rows.cpu().numpy()], group=self.group[rows], cached_samples=cached_samples)
 
     def count_samples(self, steps: int = 1) -> list[int]:
-        """Return the number of predictions of each group, by a model with ``steps`` predictions for each sample."""
+        """Return the number of predictions for each group. The model makes ``steps`` predictions for each sample."""
         sizes: list[int] = (torch.bincount(self.group, minlength=self.num_groups) * steps).tolist()
         return sizes
 
@@ -190,7 +190,7 @@ class Evaluator:
 
 
 def to_predictions(outputs: Tensor) -> Tensor:
-    """Return each sample's class with the largest output.
+    """Return the class with the largest output for each sample.
 
     On a CPU, `argmax` of NumPy is 10 times as fast as that of PyTorch.
     """
@@ -251,9 +251,9 @@ def _callbacks_within(module: L.LightningModule) -> list[Callback]:
 
 @dataclass(frozen=True)
 class StepEvaluator:
-    """Evaluator of a module on test samples by the metrics that its own `test_step` or `validation_step` logs.
+    """Evaluator of a module on test samples by the metrics that the module's own test or validation step logs.
 
-    It also runs the hooks of the module, and the hooks of callbacks that are submodules of the module.
+    The evaluator also runs the hooks of the module, and the hooks of callbacks that are submodules of the module.
     """
 
     stream: FederatedStream

@@ -253,7 +253,7 @@ class BaseSession(Callback):
         return samples, len(stream.plan.class_order) - stream.num_classes if stream.plan.class_order is not None else 0
 
     def _train(self, network: nn.Module, stream: FederatedStream, outer: L.Trainer) -> None:
-        """Run steps 1 and 2, or load their result from the cache."""
+        """Run steps 1 and 2 of the base session, or load the trained network from the cache."""
         path = (
             Path(self.cache_dir) / f"{self._key(network, stream)}.safetensors" if self.cache_dir is not None else None
         )
@@ -324,7 +324,7 @@ class BaseSession(Callback):
 
 
 def mirrored_and_shifted(size: tuple[int, ...]) -> Collate:
-    """Return a `collate_fn` that randomly flips each image horizontally, and shifts it by up to 4 pixels."""
+    """Return a `collate_fn` that randomly flips each image horizontally, and shifts each image by up to 4 pixels."""
     v2 = require_package("torchvision.transforms.v2", "mirrors and shifts images")
     transform = v2.Compose([v2.RandomHorizontalFlip(), v2.RandomCrop(size, padding=4)])
     return lambda items: default_collate([(transform(x), y) for x, y in items])

@@ -1,7 +1,7 @@
 """Comparison of the clock of a node's machine with the clock of the SuperLink's machine.
 
-A SuperNode signs the time of each request. The SuperLink rejects a request whose time is in the future. The SuperNode
-then only logs that the connection failed.
+A SuperNode signs the time of each request. The SuperLink rejects a request if this time differs too much from the
+SuperLink's clock. The SuperNode then only logs that the connection failed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from lightning_fcl.errors import ConnectionFailedError, InvalidStateError, InvalidValueError
 
 AHEAD, BEHIND = 5.0, 300.0
-"""Maximum number of seconds by which a node's clock may be ahead of the SuperLink's clock, and behind it."""
+"""Maximum number of seconds by which a node's clock may be ahead of, and behind, the SuperLink's clock."""
 
 # Possible error of the difference in seconds. The SuperLink reports whole seconds, and updates them once a second.
 _PRECISION = 1.5

@@ -104,7 +104,7 @@ class FederationIdentity(Callback):
     Args:
         name: Name of the folder in which nodes store their state for this federation.
         claimed_clients: The client that each key belongs to, by the hash of the key.
-        behind: Latest round that each client rejected because the client was ahead of the server.
+        behind: For each client that was ahead of the server, the latest round that the client rejected for this reason.
     """
 
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -234,7 +234,7 @@ class NodePool:
         """Log that the run has ended, or raise an error if a client was ahead of the server.
 
         Raises:
-            InvalidStateError: If a client was ahead of the server, so that the results lack some of its uploads.
+            InvalidStateError: If a client was ahead of the server. The results then lack some uploads of this client.
         """
         clients = self.identity.behind
         if not clients:
@@ -260,9 +260,10 @@ class NodePool:
     def _sent_to(
         self, federation: Federation, number: int, untransferred_state: State, client: str, node: int
     ) -> Parcel:
-        """Return a client's message: the server's state, and the initial client-local tensors unless the node has them.
+        """Return the message to a client: the server's state, and tensors that are not transferred.
 
-        Entries that a client receives once are left out if the client has them already.
+        The tensors that are not transferred are left out if the node has the same initial values of them. Entries that
+        are sent to a client only once are left out if the client already has these entries.
         """
         server, outline = federation.server, make_outline(federation.stream, client)
         once_entries = server.sent_once
@@ -326,7 +327,10 @@ class NodePool:
         return is_accepted
 
     def _record_limits(self, record: RoundRecord, clients: Sequence[str]) -> None:
-        """Record the limits of uploads. Warn if a client reports far more samples than the median client."""
+        """Record the limits of uploads.
+
+        Warn if ``max_samples`` is not set and a client reports far more samples than the median of the clients.
+        """
         samples = {client: self.members.samples[client] for client in clients if client in self.members.samples}
         usual = _FAR_MORE * median_low(samples.values() or [0])
         for client, number in samples.items():
@@ -401,7 +405,7 @@ def serve(
     """Run the server of a deployment until the last round. Resume from the newest checkpoint in ``out``, if any.
 
     Args:
-        recipe: File of the recipe, as `lightning-fcl deploy flower` writes it.
+        recipe: File of the recipe that `lightning-fcl deploy flower` has written.
         link: Connection to the nodes.
         out: Folder of the results and checkpoints.
         terms: Settings of the server.
@@ -409,7 +413,7 @@ def serve(
         clients: Names of the clients. Required with ``data``.
 
     Returns:
-        The fit.
+        The object that ran the fit.
 
     Raises:
         InvalidStateError: If too few clients join or answer, or if the newest checkpoint lacks rounds of the record.

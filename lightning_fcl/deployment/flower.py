@@ -56,10 +56,10 @@ app = {side}_app(Path(__file__).parent)
 
 
 def write_app(recipe: Mapping[str, Any], folder: Path, name: str, publisher: str = "lightning-fcl") -> list[Path]:
-    """Write a Flower app for a recipe to a folder. Return the paths of its files.
+    """Write a Flower app for a recipe to a folder. Return the paths of the files.
 
     Args:
-        recipe: The recipe with every default.
+        recipe: The recipe, including all default values.
         folder: Folder of the app.
         name: Name of the app.
         publisher: Name of the app's publisher, for Flower.
@@ -92,8 +92,8 @@ def client_app(folder: Path) -> ClientApp:
 
     The node config contains the ``client`` and the location of its ``data``. Optional entries are the ``target`` and
     ``features`` of a table, the arguments of a data module as ``init_args.NAME``, and ``state-dir``, the folder of the
-    client state. Nodes of Flower's simulation have no node config. For these nodes, the run configuration contains the
-    ``clients`` and their ``data-folder``.
+    client state. Flower's simulation does not set these entries. For the nodes of a simulation, the run configuration
+    contains the ``clients`` and their ``data-folder``.
 
     Args:
         folder: Folder of the app, which contains the recipe.
@@ -122,7 +122,7 @@ def client_app(folder: Path) -> ClientApp:
 
 
 def _read_node_config(context: Context) -> tuple[str, DataSource, str | None]:
-    """Return the client of a node, the source of its data, and the folder of its state. None: the default folder."""
+    """Return the client of a node, the data source, and the folder of the client state. None: the default folder."""
     node, run = context.node_config, context.run_config
     names, number = _names(run.get("clients", "")), node.get("partition-id")
     client = str(node.get("client", ""))
@@ -151,7 +151,7 @@ def _source(data: str, *configs: Mapping[str, Any]) -> DataSource:
 
 
 def _names(names_text: object) -> list[str]:
-    """Return the names in a text that separates them by commas."""
+    """Return the names in a comma-separated text."""
     return [name.strip() for name in str(names_text).split(",") if name.strip()]
 
 

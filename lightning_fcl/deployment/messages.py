@@ -75,7 +75,7 @@ class Parcel:
 
 
 def to_record(parcel: Parcel) -> RecordDict:
-    """Convert a parcel to a Flower record. Nested header values become JSON, in which NumPy integers are allowed."""
+    """Convert a parcel to a Flower record. Header values that are neither text nor numbers become JSON."""
     app = require_package("flwr.app", *REQUIRED_FOR)
     nested = {name: value for name, value in parcel.header.items() if not isinstance(value, str | int | float)}
     head = {name: value for name, value in parcel.header.items() if name not in nested}
@@ -125,7 +125,7 @@ def as_rejection(sender: str) -> Iterator[None]:
 
 
 def check_records(record: RecordDict, limit: int, sender: str = "a message") -> None:
-    """Raise RejectedMessageError unless a message has exactly the expected records, with at most ``limit`` bytes."""
+    """Raise RejectedMessageError for missing or unexpected records, or more than ``limit`` bytes of tensors."""
     if len(record) != 2 or "head" not in record.config_records or "arrays" not in record.array_records:
         raise RejectedMessageError(
             f"Expected the records `head` and `arrays` of lightning-fcl from {sender}, but got {len(record)} records "
@@ -179,7 +179,7 @@ def tensors_of(record: RecordDict) -> State:
 
 
 def to_tensor(name: str, data: bytes, dtype: str, shape: Sequence[int]) -> Tensor:
-    """Convert bytes to a tensor. Raise RejectedMessageError unless they match the shape and a supported type."""
+    """Convert bytes to a tensor. Raise RejectedMessageError unless the bytes match the shape and a supported type."""
     kind = _TYPES.get(dtype)
     if kind is None or min(shape, default=0) < 0 or math.prod(shape) * kind.itemsize != len(data):
         raise RejectedMessageError(
@@ -224,7 +224,7 @@ def check_same(head: Mapping[str, Any], recipe: str, sender: str) -> None:
 
 
 def check_names(names: Iterable[str], expected: Iterable[str], sender: str) -> None:
-    """Raise RejectedMessageError if expected tensors are missing in a message, or if it has unexpected tensors."""
+    """Raise RejectedMessageError unless the tensors of a message have exactly the expected names."""
     strange = sorted({*names} ^ {*expected})
     if strange:
         raise RejectedMessageError(
@@ -247,7 +247,10 @@ def check_tensor(name: str, value: Tensor | Array, expected: Tensor, sender: str
 
 
 class GridLink:
-    """The server's connection to the nodes. It sends parcels to nodes by their numbers, and receives the answers."""
+    """The server's connection to the nodes: sends parcels to nodes, and receives the answers.
+
+    Nodes are identified by numbers.
+    """
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
@@ -257,9 +260,9 @@ class GridLink:
         self._pulls: dict[str, Future[list[RecordDict | str]]] = {}
 
     def nodes(self) -> Mapping[int, str]:
-        """Return the hash of each connected node's public key. A node keeps its key when it reconnects.
+        """Return the hash of each connected node's public key, by the number of the node.
 
-        For a node without a key, return a name that contains the number of the node.
+        A node keeps its key when it reconnects. For a node without a key, the result has a text with the node's number.
         """
         return {
             node.node_id: hashlib.sha256(node.public_key).hexdigest() if node.public_key else f"node {node.node_id}"
@@ -274,7 +277,7 @@ class GridLink:
             seconds: Number of seconds within which the nodes can answer.
 
         Returns:
-            The node of each message, by the name of the message. Disconnected nodes are missing.
+            The node of each message, by the name of the message. Messages that could not be sent are missing.
         """
         message_of = require_package("flwr.app", *REQUIRED_FOR).Message
         messages = [
@@ -291,9 +294,9 @@ class GridLink:
         return node_by_message
 
     def answers(self, messages: Collection[str]) -> Iterator[tuple[str, RecordDict | str]]:
-        """Yield the answers that have arrived, each with the name of the message that it answers.
+        """Yield the answers that have arrived, each as a pair: the name of the answered message, and the answer.
 
-        If a message cannot be answered any more, its answer is the reason as text.
+        If a message cannot be answered any more, the answer is a text with the reason.
 
         An answer has fields for the answered message and for the node. The sender of the answer writes these fields, so
         they can be false. Therefore each request to Flower is for the answer to one message. Each request runs in a
@@ -310,7 +313,7 @@ class GridLink:
                 yield from ((message, answer) for answer in self._pulls.pop(message).result())
 
     def _look(self, message: str, pull: Future[list[RecordDict | str]]) -> None:
-        """Request the answer of a message from Flower, and set the result. An unreadable answer becomes a text."""
+        """Request the answer to a message from Flower, and set the result. An unreadable answer becomes a text."""
         try:
             answers = [
                 sanitize_reason(f"Expected an answer, but Flower reports: {answer.error.reason}")

@@ -1,8 +1,8 @@
 """A node of a deployment: trains one client on local data, and stores the client state on the local disk.
 
 By default, Flower starts a process for each message, and each process imports torch and Lightning. `run_executor` runs
-Flower's command ``flower-superexec``, but forks a process when Flower would start the command ``flwr-clientapp``. It
-uses no private module of Flower.
+Flower's command ``flower-superexec``, but forks a process when Flower would start the command ``flwr-clientapp``.
+`run_executor` uses no private module of Flower.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Node:
     """A node that trains one client on local data, and answers the server's messages.
 
     Args:
-        recipe: The recipe with every default.
+        recipe: The recipe, including all default values.
         client: Name of the client.
         data: Source of the client's data.
         folder: Folder of the client states. Default: a folder in the user's cache.
@@ -97,7 +97,10 @@ class Node:
         self._print = recipe_fingerprint(recipe)
 
     def answer(self, parcel: Parcel) -> Parcel:
-        """Return the answer to a message. If an error occurs, the answer has the error's code, and the log its text."""
+        """Return the answer to a message.
+
+        If an error occurs, the answer contains the error's code. The text of the error is in the log.
+        """
         head: dict[str, Any] = {"version": __version__, "recipe": self._print, "client": self.client}
         head |= {name: parcel.header.get(name) for name in HEADER_FIELDS}
         try:
@@ -152,7 +155,10 @@ class Node:
 
 @contextmanager
 def about_data() -> Iterator[None]:
-    """Temporarily mark errors as errors about the node's data. Errors without a specific code get ``UNUSABLE_DATA``."""
+    """Temporarily mark the library's errors as errors about the node's data.
+
+    Errors without a specific code get the code ``UNUSABLE_DATA``.
+    """
     try:
         yield
     except LightningFCLError as error:
@@ -187,7 +193,7 @@ class NodeServer(FederatedServer):
         states: Mapping[str, Tensor],
         messages: Messages | None = None,
     ) -> list[bool]:
-        """Encode the upload for the answer to the server. Return whether its values are finite."""
+        """Encode the upload for the answer to the server. Return whether all values of the upload are finite."""
         self.trained = (
             client_rounds if isinstance(client_rounds, ClientRounds) else ClientRounds.from_rounds(client_rounds)
         )
@@ -214,7 +220,7 @@ class NodeRound(Round):
         super().__init__(federation, looks_ahead=False)
 
     def plan_groups(self) -> list[ClientGroup]:
-        """Return the batches of the client, or no group if the client has too few samples."""
+        """Return one group with the client and its batches, or no group if the client has too few samples."""
         federation = self.federation
         if self._client not in federation.participation.candidates(federation.stream.plan, self.number):
             return []
@@ -265,7 +271,7 @@ def train_client(node_recipe: NodeRecipe, state: State, client_state: Path, head
     Args:
         node_recipe: New objects of the recipe.
         state: Tensors from the server.
-        client_state: Folder of the client state. The state after this round replaces the state before it.
+        client_state: Folder of the client state. The state after this round replaces the state before this round.
         header: Header of the server's message.
 
     Returns:
@@ -331,7 +337,7 @@ def _receive(parts: NodeRecipe, state: State, state_folder: Path) -> NodeServer:
 
 
 def client_folder(folder: Path, federation: str, client: str) -> Path:
-    """Return the folder of a client's state in a federation, and create it. Different names have different folders."""
+    """Create the folder of a client's state in a federation, and return it. Different names have different folders."""
     path = safe_join(folder, *(quote(name, safe="", errors="surrogatepass") for name in (federation, client)))
     path.mkdir(parents=True, exist_ok=True)
     return path
@@ -377,7 +383,10 @@ def client_state_folder(folder: Path, client: str, round_idx: int) -> Path:
 
 
 def _begun_round(current_store: ClientStore, previous_store: ClientStore, client: str, round_idx: int) -> int:
-    """Return the latest round that a client began, from the client's states. The file with this number is damaged."""
+    """Return the latest round that a client began, from the client's states.
+
+    This function is called if the file with the number of this round is damaged.
+    """
     if client not in current_store:
         return round_idx if client in previous_store else -1
     trained = trained_rounds(current_store[client])
@@ -395,7 +404,7 @@ def preload_imports() -> None:
 
 
 def run_executor(words: Sequence[str]) -> None:
-    """Run ``flower-superexec`` with these arguments until it is stopped.
+    """Run the command ``flower-superexec`` until it is stopped.
 
     Args:
         words: Arguments of the command.
@@ -434,7 +443,7 @@ def read_command(name: str) -> Callable[[], None]:
 
 
 class ForkingPopen(subprocess.Popen[Any]):
-    """A `subprocess.Popen` that forks this process to start a Flower client. It starts other programs as usual.
+    """A `subprocess.Popen` that forks this process to start a Flower client. Other programs start as usual.
 
     The forked process has already imported all packages.
 
@@ -471,9 +480,9 @@ class ForkingPopen(subprocess.Popen[Any]):
 
 
 def exit_with_parent() -> None:
-    """Exit this process 10 s after its parent process has ended.
+    """Start a thread that exits this process about 10 s after the parent process has ended.
 
-    Otherwise, a process of Flower would wait for a SuperLink that has stopped.
+    Without this thread, a process of Flower would wait for a SuperLink that has stopped.
     """
     parent = os.getppid()
 

@@ -66,7 +66,7 @@ class DataSource:
             classes. Optional arrays are ``group`` (the domain of each sample), ``classes`` (all class names in their
             order), and ``mean`` and ``std`` (of uint8 images). The optional arrays ``rounds`` and ``part`` are the
             ``rounds`` and the ``split_names`` of `NodeData`.
-        table: Arguments of `Table` for a CSV or parquet file, without its path.
+        table: Arguments of `Table` for a CSV or parquet file, without the path of the file.
         init_args: Arguments of the data module.
         classes: Names of the classes of a table or a data module, as in `FederatedStream`.
     """
@@ -89,8 +89,8 @@ class NodeData:
 
     Args:
         samples: On a node, the training samples. On a server, the samples of all splits.
-        rounds: Whether each sample belongs to each round, shape (n, rounds). Default: the classes or domains of the
-            scenario decide.
+        rounds: For each sample and round, whether the sample belongs to the round, shape (n, rounds). Default: the
+            classes or domains of the scenario determine the samples of a round.
         split_names: Split of each sample on a server, shape (n,). The server uses ``"test"`` and ``"validation"``.
             Default: all samples are test samples.
         module: Data module that the samples come from.
@@ -162,11 +162,12 @@ def read_data(source: DataSource | str | Path, seed: int = 0, for_server: bool =
 def count_samples(source: DataSource | str, cache_file: Path, seed: int = 0) -> int:
     """Return the number of a machine's training samples.
 
-    Files are read again only if they have changed. A data module is loaded in each call.
+    The number of samples of unchanged files is read from ``cache_file``. A data module is loaded in each call.
 
     Args:
         source: Source of the data.
-        cache_file: JSON file that stores the number of samples of files, and a hash of their names, sizes and times.
+        cache_file: JSON file that stores the number of samples, and a hash that includes the names, sizes and times of
+            the files.
         seed: Seed of the random numbers in a data module.
     """
     source = source if isinstance(source, DataSource) else DataSource(source)
@@ -373,7 +374,7 @@ def split_file(folder: Path, client: str) -> Path:
     """Return the path of a client's file in a folder of `write_split`.
 
     Raises:
-        InvalidValueError: If the client has the name of the server's file.
+        InvalidValueError: If the client is named "server", in any letter case, like the server's file ``server.npz``.
     """
     if client.casefold() == "server":
         raise InvalidValueError(

@@ -55,7 +55,7 @@ _TRAINER = (
 _ELSEWHERE = ("batch_size", "shuffle", "drop_last", "num_workers", "seed")
 """Arguments of `FederatedStream` that a node uses from a recipe."""
 _BATCHES = {"batch_size": 32, "shuffle": True, "drop_last": False}
-"""Values of arguments that the recipe does not set. They override the settings of a node's data loaders."""
+"""Values of arguments that the recipe does not set. These values override the settings of a node's data loaders."""
 _SERVER = ("data", "ckpt_path", "weights_only", "out", "recipe")
 """Sections of a recipe that are not part of its fingerprint, except some entries of `data`."""
 
@@ -111,7 +111,7 @@ def _tuples(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class ClientPlan(Plan):
-    """The plan of one client. Its information about other clients comes from the server's outline."""
+    """The plan of one client. Information about other clients comes from the server's outline."""
 
     outline: ClientOutline = field(kw_only=True)
 
@@ -135,7 +135,7 @@ Dealt = ClassIncremental | DomainIncremental
 
 
 def dealt_by(scenario: Scenario) -> Dealt | None:
-    """Return the class or domain scenario that gives clients the same samples as a scenario. None: no such scenario."""
+    """Return the class or domain scenario that gives clients the same samples as ``scenario``. None: there is none."""
     if isinstance(scenario, Stationary):
         return scenario.as_incremental
     return scenario if isinstance(scenario, Dealt) else None
@@ -179,7 +179,7 @@ def client_plan(outline: ClientOutline, groups: IntArray, rounds: NDArray[np.boo
         seed: Seed of the random choice of samples if the outline limits the samples per round.
 
     Raises:
-        RejectedMessageError: If ``rounds`` is missing, or has another number of rounds than the outline.
+        RejectedMessageError: If ``rounds`` is required but None, or has another number of rounds than the outline.
     """
     number = len(outline.experiences)
     if rounds is not None:
@@ -277,7 +277,7 @@ class NodeRecipe:
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """Read a recipe that `lightning-fcl deploy` has written, with every default.
+    """Return a recipe that `lightning-fcl deploy` has written. The recipe includes all default values.
 
     Raises:
         InvalidValueError: If a required section is missing in the file.
@@ -292,7 +292,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def recipe_fingerprint(recipe: Mapping[str, Any]) -> str:
-    """Return a fingerprint of the settings of a recipe that nodes use. Different settings give other fingerprints."""
+    """Return a fingerprint of the settings that nodes use. Recipes with different settings have other fingerprints."""
     trainer = {name: recipe["trainer"].get(name) for name in (*_TRAINER, "strategy", "callbacks")}
     data = {name: recipe["data"].get(name) for name in (*_ELSEWHERE, "classes")}
     data |= {"table": table_in(recipe["data"].get("data"))}
@@ -302,7 +302,7 @@ def recipe_fingerprint(recipe: Mapping[str, Any]) -> str:
 
 
 def table_in(data: Any) -> dict[str, Any]:
-    """Return the arguments of the first `Table` in the data of a recipe, without its path. Empty if there is none."""
+    """Return the arguments of the first `Table` in the data of a recipe, except ``path``. Empty without a table."""
     if isinstance(data, Mapping) and "class_path" in data:
         is_table = data["class_path"] == f"{Table.__module__}.{Table.__name__}"
         return {n: v for n, v in data.get("init_args", {}).items() if n != "path"} if is_table else {}
@@ -349,7 +349,7 @@ def runs_on_nodes(callback: Callback) -> bool:
 def _made(spec: Any, hint: Any = None) -> Any:
     """Return the object that a value of a recipe describes, including all nested objects.
 
-    Optimizers and schedulers need parameters that do not exist yet. For them, return a `partial`.
+    For optimizers and schedulers, return a `partial`, because they need parameters that do not exist yet.
 
     Args:
         spec: The value.
@@ -372,6 +372,6 @@ def _made(spec: Any, hint: Any = None) -> Any:
 
 
 def _arguments(kind: Any, init_args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a class with the objects that the recipe describes."""
+    """Return the arguments of a class. Descriptions of objects in the recipe are replaced by the objects."""
     types = all_argument_types(kind)
     return {name: _made(value, types.get(name)) for name, value in init_args.items()}

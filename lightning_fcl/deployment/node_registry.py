@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 JOIN_INTERVAL_S = 60.0
-"""Seconds within which a new node must name its client. Afterwards, the server ignores the node, and asks it again."""
+"""Seconds within which a new node must name its client. After this time, the server ignores the node and asks again."""
 
 HELLO_LIFETIME = 600.0
 """Seconds for which the server accepts a late answer of a node. On a slow device, imports can take over a minute."""
@@ -59,7 +59,7 @@ class NodeInfo:
         is_admitted: Whether the server trains the client on this node.
         is_compatible: Whether the node has the same initial values as the server for tensors that are not transferred.
         asked_at: Time when the server last asked the node which client it trains.
-        messages: Names of the messages with this question that have no answer yet.
+        messages: Names of the messages that asked the node which client it trains, and that have no answer yet.
     """
 
     key: str
@@ -93,8 +93,8 @@ class ClientTurn:
 class NodeRegistry:
     """The nodes of a deployment, their clients, and the state of each client in the current round.
 
-    The server asks each node which client it trains, until the node is admitted. In a round, it sends messages to a
-    client until it accepts an answer.
+    The server asks each node which client it trains, until the node is admitted. In a round, the server sends messages
+    to a client until the server has accepted an answer.
 
     Args:
         link: Connection to the nodes.
@@ -226,7 +226,7 @@ class NodeRegistry:
 
     @property
     def duplicate_claims(self) -> dict[str, list[str]]:
-        """Clients that several nodes claim to be, with these nodes. The admitted node is the first one."""
+        """Clients that several nodes claim to be, and the numbers of these nodes. The admitted node is the first."""
         nodes_by_client = {client: [node] for client, node in self._let_in().items()}
         for node, info in self._nodes.items():
             if not info.is_admitted and info.client in nodes_by_client:
@@ -234,7 +234,7 @@ class NodeRegistry:
         return {client: [*map(str, nodes)] for client, nodes in nodes_by_client.items() if len(nodes) > 1}
 
     def _welcome(self, node: int, answer: RecordDict | str) -> None:
-        """Admit a node because of its answer, or ignore it and log the reason."""
+        """Admit a node if its answer is valid. Otherwise, ignore the node and log the reason."""
         info, greeting = self._nodes[node], parse_join_request(answer, self._recipe)
         previous_status = info.client, info.reason
         info.client = info.client if isinstance(answer, str) else greeting.client
@@ -287,7 +287,7 @@ class NodeRegistry:
 
     @property
     def has_enough_answers(self) -> bool:
-        """Whether the round has enough accepted answers. Clients with only rejected answers are not needed."""
+        """Whether the round has enough accepted answers, at least 1. Clients with only rejected answers do not count."""
         return self.num_accepted_answers >= max(
             1, min(self._needed, sum(not turn.is_rejected for turn in self._turns.values()))
         )
@@ -297,9 +297,9 @@ class NodeRegistry:
     ) -> dict[str, str]:
         """Send messages to clients and process their answers until enough answers are accepted.
 
-        The round begins when enough clients have joined. It waits for all nodes that are connected at this time,
-        including nodes that have not answered yet. When it has enough answers, it waits at most ``round_timeout`` in
-        total.
+        The round begins when enough clients have joined. The round waits for all nodes that are connected at this time,
+        including nodes that have not answered yet. When the round has enough answers, the waiting time is at most
+        ``round_timeout`` in total.
 
         If too few clients remain, clients that join or reconnect also get the message. Clients whose answer is
         missing after ``round_timeout``, or was rejected, get the message again after increasing pauses.
@@ -311,10 +311,10 @@ class NodeRegistry:
             clients: Names of the sampled clients.
             min_clients: Number of answers that the round needs.
             parcel: Function that returns the message for a client on a node.
-            take: Function that processes an answer, and returns whether it is accepted.
+            take: Function that processes an answer, and returns whether the answer is accepted.
 
         Returns:
-            The reason for each client without any answer.
+            For each client without any answer, the reason why there is no answer.
         """
         nodes = self.wait_for_nodes(clients, min_clients)
         self._turns, self._needed = {client: ClientTurn() for client in clients}, min_clients

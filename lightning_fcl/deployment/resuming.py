@@ -19,8 +19,8 @@ _load = partial(torch.load, map_location="cpu", weights_only=True)
 class LastCheckpoint(Checkpoint):
     """A callback that saves a checkpoint after each round, in addition to the checkpoint callbacks of the recipe.
 
-    A node stores only the client states before and after its last round. Therefore a server with an older checkpoint
-    cannot continue with the node.
+    A node stores only the client states from before and after the client's last round. Therefore a server with an older
+    checkpoint cannot continue with the node.
 
     Args:
         path: File of the checkpoint.
@@ -34,7 +34,7 @@ class LastCheckpoint(Checkpoint):
 
 
 def check_no_round_missing(out: Path, checkpoint: Path | None) -> None:
-    """Raise InvalidStateError if the record of a run has rounds that its newest checkpoint lacks.
+    """Raise InvalidStateError if the record of a run has rounds that the newest checkpoint lacks.
 
     The last round may be missing: the server can be killed between writing the record and writing the checkpoint.
     """

@@ -163,7 +163,7 @@ def _check_not_refused(head: Mapping[str, Any], sender: str) -> None:
 
 
 def parse_int(head: Mapping[str, Any], name: str, minimum: int, maximum: int, hint: str = "") -> int:
-    """Return an integer from a header. Raise RejectedMessageError if it is missing or outside of the limits."""
+    """Return an integer from a header. Raise RejectedMessageError if the value is missing, invalid or out of range."""
     value = head.get(name)
     if type(value) is not int or not minimum <= value <= maximum:
         value_text = value if isinstance(value, int | float) and abs(value) < 1e30 else repr(value)[:40]
@@ -174,7 +174,7 @@ def parse_int(head: Mapping[str, Any], name: str, minimum: int, maximum: int, hi
 
 
 def parse_file_name(head: Mapping[str, Any], description: str) -> str:
-    """Return a name from a header. Raise RejectedMessageError if the name is not a file name in form NFKC.
+    """Return a name from a header. Raise RejectedMessageError if it cannot be a file name in Unicode form NFKC.
 
     Args:
         head: The header.
@@ -200,7 +200,7 @@ def parse_file_name(head: Mapping[str, Any], description: str) -> str:
 def parse_upload(
     answer: RecordDict, sent_header: Mapping[str, Any], client: str, server_state: State, limits: UploadLimits
 ) -> Upload:
-    """Return a client's answer to a download.
+    """Validate a client's answer to a download, and return the upload.
 
     Args:
         answer: The answer.
@@ -210,7 +210,7 @@ def parse_upload(
         limits: Limits of the upload.
 
     Raises:
-        RejectedMessageError: If the answer is for another message, or exceeds the limits.
+        RejectedMessageError: If the answer is for another message, contains an error, or exceeds the limits.
     """
     sender = f"client {client}"
     with as_rejection(sender):
@@ -239,7 +239,7 @@ _MORE = "Set `max-samples` of the run configuration if the client has more sampl
 def decode_upload(
     upload: Upload, server: FederatedServer, client_rounds: ClientRounds, limits: UploadLimits
 ) -> Uploads:
-    """Decode the upload of a client, and check its values.
+    """Return the decoded upload of a client, and check its values.
 
     Args:
         upload: Upload of the client.

@@ -139,7 +139,10 @@ def check_checkpoint(
 
 
 def check_version(checkpoint: Mapping[str, Any], path: object) -> None:
-    """Raise ValueError if a checkpoint is not from Lightning 2. Lightning would first migrate an older checkpoint."""
+    """Raise ValueError if a checkpoint was not saved by Lightning 2.
+
+    Without this check, Lightning would migrate an older checkpoint.
+    """
     version = checkpoint.get("pytorch-lightning_version")
     if not isinstance(version, str) or not re.fullmatch(r"2\.\d+\.\d+[\w.+-]*", version):
         raise InvalidValueError(
@@ -155,8 +158,9 @@ def check_same_settings(saved_settings: Mapping[str, Any], current_settings: Map
     Without this check, Lightning silently uses the hyperparameters of the checkpoint instead of the current values.
 
     Args:
-        saved_settings: The settings in the checkpoint, as returned by `get_settings`.
-        current_settings: The settings of the current run.
+        saved_settings: Lists of settings in the checkpoint, by "optimizer" and "schedule". Each item is the result of
+            `get_settings`.
+        current_settings: The settings of the current run, in the same form.
         path: The path of the checkpoint.
     """
     for kind, kind_settings in current_settings.items():
@@ -179,7 +183,10 @@ def check_same_settings(saved_settings: Mapping[str, Any], current_settings: Map
 
 
 def _check_contents(checkpoint: Mapping[str, Any], path: object) -> None:
-    """Raise ValueError if a checkpoint lacks a required state. Training would silently start from the beginning."""
+    """Raise ValueError if a checkpoint lacks a required state.
+
+    Without this check, training would silently start from the beginning.
+    """
     for name, kind in CHECKPOINT_FIELDS.items():
         if not isinstance(checkpoint.get(name), kind):
             raise InvalidValueError(

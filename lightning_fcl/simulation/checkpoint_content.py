@@ -58,7 +58,10 @@ class _Content:
         self._found: dict[int, Any] = {}
 
     def plain(self, value: Any, path: tuple[object, ...]) -> Any:
-        """Return a value with plain tensors. Return the value itself, not a copy, if it has no tensor subclass."""
+        """Return a value in which plain tensors replace subclasses of `torch.Tensor`.
+
+        If there is nothing to replace, return the value itself, not a copy.
+        """
         kind = type(value)
         if kind in _PLAIN:
             return value
@@ -131,9 +134,9 @@ def is_data(value: object) -> bool:
 
 
 def drop_objects(checkpoint: dict[str, Any]) -> list[str]:
-    """Remove hyperparameters that cannot be read without running code from a checkpoint. Return their names.
+    """Remove the hyperparameters of a checkpoint that cannot be read without running code. Return their names.
 
-    `torch.load` with ``weights_only=True`` could not read a checkpoint with these hyperparameters.
+    With these hyperparameters, `torch.load` with ``weights_only=True`` could not read the checkpoint.
     """
     dropped_names: list[str] = []
     for key in ("hyper_parameters", "datamodule_hyper_parameters"):
@@ -145,11 +148,11 @@ def drop_objects(checkpoint: dict[str, Any]) -> list[str]:
 
 
 def read_back(checkpoint_io: CheckpointIO, path: str | Path) -> None:
-    """Raise ValueError if a checkpoint that was just written cannot be read. Remote files are not read.
+    """Raise ValueError if a checkpoint that was just written cannot be read. Remote files are not checked.
 
     Args:
-        checkpoint_io: The plugin that wrote the checkpoint. Files of an `AsyncCheckpointIO` are not read, because
-            they may not be written yet.
+        checkpoint_io: The plugin that wrote the checkpoint. Files of an `AsyncCheckpointIO` are not checked, because
+            the plugin may not have written them yet.
         path: The path of the checkpoint.
     """
     remote = len(urlparse(str(path)).scheme) > 1

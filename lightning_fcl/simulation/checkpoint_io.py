@@ -20,12 +20,12 @@ from lightning_fcl.io.reading import open_file
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Plugin that writes each checkpoint to a temporary file in the same folder, and then renames the file.
 
-    Lightning writes a checkpoint to the system's temporary folder, and then moves the file. If this folder is on
-    another disk, the move is a copy, and a killed process or a full disk leaves an incomplete file. For remote paths,
-    such as ``s3://...``, this plugin calls Lightning's plugin.
+    Lightning writes a checkpoint to the system's temporary folder, and then moves the file. If the temporary folder is
+    on another disk, the move is a copy. A killed process or a full disk then leaves an incomplete file. For remote
+    paths, such as ``s3://...``, and if ``storage_options`` are given, this plugin calls Lightning's plugin.
 
-    In a run folder, a separate file contains the record of rounds. A checkpoint in the run folder contains the size and
-    the checksum of that file instead of the record.
+    In a run folder, a separate file contains the record of rounds. A checkpoint in a subfolder of the run folder
+    contains the size and the checksum of that file instead of the record.
 
     Args:
         run: The folder of the run. None: no run folder, so each checkpoint contains its record.
@@ -48,7 +48,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         write_atomic(file, content.getvalue())
 
     def load_checkpoint(self, path: Any, *arguments: Any, **options: Any) -> Any:
-        """Load a checkpoint. If the record of its run is in a separate file, insert the record into the checkpoint."""
+        """Load a checkpoint. If the record of rounds is in a separate file, insert the record into the checkpoint."""
         if _is_remote(path):
             return super().load_checkpoint(path, *arguments, **options)
         with open_file(path) as checkpoint_file:
@@ -65,7 +65,7 @@ def _is_remote(path: object) -> bool:
 
 
 def _with_records(checkpoint: Any, sign: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """Return a checkpoint. ``change`` is applied to the record of each callback if the record has the key ``sign``."""
+    """Return a checkpoint after applying ``change`` to each callback's record that has the key ``sign``."""
     states = checkpoint.get("callbacks") if isinstance(checkpoint, dict) else None
     if not isinstance(states, dict):
         return checkpoint

@@ -83,7 +83,7 @@ class ClientGroup:
 
     @property
     def client_round(self) -> ClientRound | None:
-        """The only client of the group. None: the batches are stacked for vectorized training."""
+        """The client of a group in sequential training. None if batches are stacked for vectorized training."""
         return None if self._stacked else self.clients[0]
 
     @property
@@ -93,12 +93,12 @@ class ClientGroup:
 
     @property
     def local_epoch(self) -> int:
-        """Local epoch of the current batch, from 0, for the client with the most batches."""
+        """Local epoch of the current batch, from 0. In a vectorized group: of the client with the most batches."""
         return self._epoch(0, self.step)
 
     @property
     def active(self) -> int:
-        """Number of clients that train on the current batch. They are the first clients of the group."""
+        """Number of clients with samples in the current batch. These clients are the first clients of the group."""
         return self._active[self.step]
 
     def client_samples(self, row: int) -> Any:
@@ -128,7 +128,7 @@ class ClientGroup:
         return int(np.count_nonzero(self._lengths[row]))
 
     def requests(self) -> Iterator[BatchRequest]:
-        """Yield the requests for the samples of each batch: for each step, one request per client."""
+        """Yield the requests for samples, step by step: one request for each client that has a batch in the step."""
         for step in range(len(self)):
             for row in range(self._active[step]):
                 sample_indices = self._chosen(row, step)
@@ -185,7 +185,7 @@ class ClientGroup:
             yield batch
 
     def _each(self, batch: Any, step: int) -> Iterator[tuple[int, Any]]:
-        """Yield for each client its number in the group and its part of a batch. The parts are views."""
+        """Yield each client's number in the group, and the client's part of a batch. The parts are views."""
         if self._alike:
             parts = ((row, one.batch, at) for one in batch for at, row in enumerate(one.rows.tolist()))
         elif self._stacked:
@@ -207,7 +207,7 @@ class ClientGroup:
             yield [pad_sequence(list(column), batch_first=True) for column in zip(*client_batches, strict=True)]
 
     def _mixed(self, batch: Batch, extra: JoiningSamples, row: int, step: int) -> Any:
-        """Return a client's batch with its replay samples.
+        """Return a client's batch, followed by the replay samples of this batch.
 
         If a method has replay samples, all batches are plain tensors, including batches without replay samples.
         """
@@ -238,7 +238,7 @@ class ClientGroup:
         return int(step // self._per_epoch[row])
 
     def _places(self) -> IntArray:
-        """Return the positions in the pool of each batch's samples.
+        """Return the positions of samples in the pool, shape (clients, steps, batch).
 
         The pool contains the samples of all clients, and then the replay samples of all clients.
         """

@@ -17,7 +17,7 @@ from lightning_fcl.simulation.client_group import ClientGroup
 from lightning_fcl.simulation.multiprocess import RanksStrategy
 
 Users = Mapping[str, Set[int]]
-"""For the name of each hook, the ids of the modules and callbacks in which a user has defined the hook."""
+"""Ids of the callbacks, the module and the data module in which a user has defined a hook, by the hook's name."""
 
 _SAME: AbstractContextManager[None] = nullcontext()
 
@@ -36,8 +36,8 @@ class ClientCounters:
     Attributes:
         shown: Whether the Trainer currently has the client's counters.
         batches: Number of the client's batches in the round, valid while ``shown``.
-        users: The modules and callbacks whose hooks read the client's counters in the current round.
-        schedules: All learning rate schedulers. Hooks read them while a client trains.
+        users: The objects whose hooks read the client's counters in the current round.
+        schedules: All learning rate schedulers. Hooks read these schedulers while a client trains.
     """
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class ClientCounters:
         self._client_group, self._starts = None, []
 
     def client(self) -> AbstractContextManager[None]:
-        """Temporarily show the client's counters, and 1 as the number of processes, if a client trains."""
+        """If a client trains, temporarily show the client's counters, and 1 as the number of processes."""
         return _SAME if self.shown or self._client_group is None else self._client
 
     def totals(self) -> AbstractContextManager[None]:
@@ -112,7 +112,7 @@ class ClientCounters:
 
     @contextmanager
     def after_step(self) -> Iterator[None]:
-        """Temporarily show the client's counters with the values that they have after the current optimizer step."""
+        """Temporarily show the client's counters, increased by the current optimizer step."""
         counts = step_counts(self._trainer)
         for count in counts:
             count["completed"] += 1
@@ -148,7 +148,12 @@ class ClientCounters:
         self.count_steps(trainer, sum(ranks.all_gather_object(num_rank_steps)) - num_rank_steps)
 
     def show(self, batches: int | None = None, one_process: bool = True) -> None:
-        """Show the client's counters in the Trainer."""
+        """Show the client's counters in the Trainer.
+
+        Args:
+            batches: Number of batches of the client. None: the number of the client with the most batches.
+            one_process: Whether the strategy describes a single process.
+        """
         if self.shown or self._client_group is None:
             return
         trainer, fit, batches_per_step = self._trainer, self._trainer.fit_loop, self._every
@@ -196,7 +201,7 @@ class ClientCounters:
         strategy.shows_one_process = self.shown = False
 
     def _offsets_of(self, batches: int) -> list[tuple[Count, Count]]:
-        """Return each counter with the numbers to subtract from it.
+        """Return pairs of a counter and the numbers to subtract from this counter.
 
         After the subtraction, the counters show ``batches`` batches, and the optimizer steps of these batches.
         """
@@ -237,7 +242,7 @@ def _subtract(offsets: list[tuple[Count, Count]]) -> None:
 
 
 def snapshot_progress(trainer: L.Trainer) -> Callable[[], None]:
-    """Save a Trainer's counters at the start of an epoch. Return a function that restores them."""
+    """Save a Trainer's counters at the start of an epoch. Return a function that undoes the epoch in the counters."""
     epochs, loop = trainer.fit_loop.epoch_progress, trainer.fit_loop.epoch_loop
     optimizer = loop.automatic_optimization.optim_progress.optimizer
     counters = [epochs, loop.batch_progress, loop.scheduler_progress, optimizer.step, optimizer.zero_grad]

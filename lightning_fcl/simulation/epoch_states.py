@@ -87,14 +87,17 @@ class EpochStates:
             self.enter(self._last)
 
     def watch_metrics(self) -> None:
-        """Record which metrics were reset since the last call. Call this before an update, which may hide a reset."""
+        """Record which metrics were reset since the last call.
+
+        Call this method before metrics are updated, because an update may hide a reset.
+        """
         if self._metrics is not None:
             self._metrics.watch()
 
     def watch(self, step: int) -> None:
         """Record which metrics were reset before batch number ``step`` of the group.
 
-        At step 1, also record which attributes cannot be merged, because the group has replaced their values.
+        At step 1, also record which attributes cannot be merged because the group has replaced their values.
         """
         self.watch_metrics()
         if self._attributes is not None and step == 1:
@@ -135,9 +138,10 @@ class EpochStates:
 
 
 def _find(module: L.LightningModule) -> tuple[dict[str, Metric], dict[str, dict[str, Any]]]:
-    """Return the metrics of a module and its callbacks by path, and the attributes of users' objects by path.
+    """Return the metrics of a module and of the callbacks, and the attributes of users' objects, both by path.
 
-    Users' objects are objects whose classes are not from PyTorch, Lightning, torchmetrics or lightning_fcl.
+    Metrics with persistent states are left out. Users' objects are objects whose classes are not from PyTorch,
+    Lightning, torchmetrics or lightning_fcl.
     """
     metrics: dict[str, Metric] = {}
     attributes: dict[str, dict[str, Any]] = {}
@@ -173,6 +177,9 @@ def _find(module: L.LightningModule) -> tuple[dict[str, Metric], dict[str, dict[
 
 
 def _is_users(callback: Callback) -> bool:
-    """Return whether a user wrote a callback: no class except `Callback` is from Lightning or lightning_fcl."""
+    """Return whether a user wrote a callback.
+
+    No class of the callback except `Callback`, base classes included, is then from Lightning or lightning_fcl.
+    """
     packages = ("lightning.", "lightning_fcl.")
     return not any(kind.__module__.startswith(packages) for kind in type(callback).__mro__ if kind is not Callback)

@@ -44,11 +44,11 @@ log = logging.getLogger(__name__)
 
 
 def require_started(value: T | None, description: str) -> T:
-    """Return a value that an event has set. Raise InvalidStateError if the value is None.
+    """Return a value that is None before an event. Raise InvalidStateError if the value is None.
 
     Args:
         value: The value.
-        description: The event that sets the value, such as "a fit", for the message.
+        description: The event after which the value exists, such as "a fit". The error message contains it.
     """
     if value is None:
         raise InvalidStateError(f"Expected {description} to have started, but none has. Call `trainer.fit` first.")
@@ -70,8 +70,8 @@ class Federation:
         sequential_reason: The obstacle to vectorized training. None if clients train vectorized.
         epoch_states: Metrics, lists and counters that processes merge at the end of a round.
         optimizers: The module's optimizers. Several optimizers require manual optimization.
-        isolation: State outside the module that training reads. None before the first round and if clients train
-            vectorized.
+        isolation: State outside the module that is reset for each client. None before the first round of a fit and if
+            clients train vectorized.
         ranks: The processes of the federation.
         limits: The Trainer's limits of batches and epochs.
         local_steps: The optimizer steps of the clients that train.
@@ -133,7 +133,7 @@ class Federation:
         return self.local_steps.scheduled
 
     def use_optimizer(self, trainer: L.Trainer) -> None:
-        """Make the Trainer step the optimizer of the current clients. Between clients, use the module's optimizers."""
+        """Give the Trainer the optimizer of the current clients. Between clients, give it the module's optimizers."""
         client_optimizer = self.local_trainer.optimizer if self.current_round.client_group is not None else None
         active_optimizers = [client_optimizer] if client_optimizer is not None else self.optimizers
         if trainer.optimizers != active_optimizers:
@@ -149,7 +149,7 @@ class Federation:
         return [self.stream.client_round(c, round_idx) for c in self.stream.plan.train[round_idx] if c in present]
 
     def ending_clients(self, round_idx: int) -> list[ClientRound]:
-        """Return the clients whose experience ends with a round, in the plan's order. They may have no samples."""
+        """Return the clients whose experience ends with a round, in the plan's order, even if they have no samples."""
         unavailable = self.participation.unavailable(round_idx)
         parts = [self.stream.client_round(c, round_idx) for c in self.stream.plan.clients if c not in unavailable]
         return [part for part in parts if part.is_last_round]
@@ -157,16 +157,16 @@ class Federation:
     def client_state_dict(self, client: str, server: State | None = None) -> State:
         """Return the state that a client predicts with.
 
-        This state is the server's state with the client-local parameters. The methods that override `personalize` can
-        change it.
+        This state is the server's state with the client-local parameters. Methods that override `personalize` can
+        change this state.
 
         Args:
             client: The client.
-            server: The server's state. None: the current state of the module. If nothing is client-local, this object
-                is returned, not a copy.
+            server: The server's state. None: the current state of the module. If nothing is client-local and no method
+                changes the state, this object itself is returned, not a copy.
 
         Raises:
-            ValueError: If the stream has no such client.
+            ValueError: If the stream does not contain the client, or before a fit.
         """
         stream = find_stream(self.module.trainer) if self.lightning_module is not None else None
         if stream is None or client not in stream.plan.experiences:
@@ -209,8 +209,8 @@ def client_model(trainer: L.Trainer, client: str) -> Iterator[None]:
         client: The client.
 
     Raises:
-        ValueError: If the stream has no such client, if the Trainer has no federation, or if the module already has a
-            client's model.
+        ValueError: If the stream does not contain the client, if the Trainer has no federation, or if the module
+            already has a client's model.
     """
     federation = require_federation(trainer, "client_model", "it has no clients")
     if federation.is_client_model:

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 def start_fit(federation: Federation, optimizers: list[Optimizer], step: Callable[..., Any]) -> None:
-    """Prepare a fit when its train loader is created: check the stream, and choose the local trainer of the clients.
+    """Prepare a fit before the first round: check the stream, and choose the local trainer of the clients.
 
     Args:
         federation: The federation.
@@ -66,7 +66,8 @@ def start_fit(federation: Federation, optimizers: list[Optimizer], step: Callabl
 def choose_min_batch_size(federation: Federation, optimizers: Sequence[Optimizer]) -> None:
     """Set the minimum batch size to 2 if some batches have one sample and the module cannot train on one sample.
 
-    A last batch of one sample is then added to the batch before it. A client with one sample in a round is skipped.
+    With a minimum of 2, a last batch of one sample is merged into the batch before it. A client with one sample in a
+    round is skipped. In all other cases the minimum is 1.
 
     Args:
         federation: The federation.
@@ -110,7 +111,7 @@ def announce_participation(federation: Federation) -> None:
 
 
 def take_over_steps(federation: Federation, trainer: L.Trainer) -> None:
-    """Take over gradient accumulation and schedulers with ``interval="step"``, to apply them to each client."""
+    """Let the federation apply gradient accumulation and schedulers with ``interval="step"`` to each client."""
     schedules, module, counters = trainer.strategy.lr_scheduler_configs, federation.module, federation.counters
     by_step = [config for config in schedules if config.interval == "step"]
     by_round = [config for config in schedules if config.interval != "step"]

@@ -95,7 +95,7 @@ def _explained() -> Iterator[None]:
 
 
 def connect_ranks(environment: ClusterEnvironment, rank: int, num_ranks: int, num_nodes: int) -> Ranks:
-    """Connect to the other processes.
+    """Connect to the other processes, and return the connection.
 
     On one machine, the processes connect by the rendezvous file, if there is one. Otherwise they connect by the main
     address and port of the environment.

@@ -17,7 +17,7 @@ _ABSENT = object()
 
 
 class Snapshot(NamedTuple):
-    """A saved value: the object, and a copy of its content if the object can change."""
+    """A saved value: the object, and a copy of its content if changes in place have to be detected."""
 
     value: Any
     content: Any = None
@@ -45,7 +45,7 @@ class Added(NamedTuple):
 
 
 class Changed:
-    """A change that cannot be merged: a value was replaced, or a counter decreased."""
+    """A change that cannot be merged, such as a replaced value or a decreased counter."""
 
 
 Change = Count | Items | Entries | Added | Changed
@@ -69,7 +69,7 @@ def snapshot(value: Any, copies: bool, depth: int = 0) -> Snapshot:
 
 
 def change(previous_snapshot: Snapshot | None, current_value: Any) -> Change | None:
-    """Return how a value differs from its snapshot. None: the value is unchanged.
+    """Return the change of a value since its snapshot. None: no change was found.
 
     Args:
         previous_snapshot: The snapshot. None: the value did not exist.
@@ -94,7 +94,7 @@ def change(previous_snapshot: Snapshot | None, current_value: Any) -> Change | N
 
 
 def joined(changes: Iterable[Change]) -> Change:
-    """Combine the changes of several clients, in their order, into one change."""
+    """Return one change that combines successive changes of a value. `Changed` if they cannot be combined."""
     first, *other_changes = changes
     for other in other_changes:
         if isinstance(first, Count) and isinstance(other, Count):
@@ -128,8 +128,8 @@ def apply(
     Args:
         previous_snapshot: The snapshot of the value. None: the value did not exist.
         value_change: The change.
-        extend: Appends items to a list. Arguments: the list with the items of the snapshot, and the items that
-            clients appended.
+        extend: Function that appends items to a list. Arguments: the list with the items of the snapshot, and the
+            items that clients appended.
     """
     value, content = previous_snapshot if previous_snapshot is not None else Snapshot(_ABSENT)
     if isinstance(value_change, Count):
@@ -172,7 +172,7 @@ def _is_count(value: object) -> bool:
 
 
 def _is_equal(first_value: object, second_value: object) -> bool:
-    """Return whether two values are equal numbers or strings of one type. Return False for values of other types."""
+    """Return whether two values have the same type, are booleans, floats or strings, and are equal."""
     return (
         type(first_value) is type(second_value)
         and isinstance(first_value, bool | float | str)

@@ -1,7 +1,7 @@
 """Calls of hooks while a client trains: a user's hooks read the client's counters.
 
-Lightning calls all hooks through three functions of one module. These functions are replaced while clients train, if a
-Trainer has hooks that a user wrote. For other Trainers, the replacements call Lightning's functions.
+Lightning calls all hooks through three functions of one module. If a Trainer has hooks that a user wrote, these
+functions are replaced while clients train. For other Trainers, the replacements only call Lightning's functions.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ _originals: list[Any] = []  # Lightning's functions, while they are replaced
 
 
 def find_users(trainer: L.Trainer) -> Users:
-    """Return, by the name of each hook, the ids of the objects with a user's hook. Exclude bookkeeping callbacks."""
+    """Return the ids of the objects that have a hook written by a user, by the hook's name.
+
+    Bookkeeping callbacks, such as progress bars, are left out.
+    """
     owners: list[object] = [one for one in get_callbacks(trainer) if not isinstance(one, _BOOKKEEPING)]
     owners += [trainer.lightning_module, trainer.datamodule]  # type: ignore[attr-defined]
     users_by_hook = {
@@ -111,7 +114,10 @@ def skip_batch_end(module: L.LightningModule) -> None:
 
 @contextmanager
 def without_batch_hooks(module: L.LightningModule) -> Iterator[None]:
-    """Temporarily skip all users' `on_train_batch_end`. A process without clients has no real batch in the round."""
+    """Temporarily skip all callbacks except `FitHooks`, and the module's `on_train_batch_end`.
+
+    If a process has no clients in a round, the only batch of the process is empty and is not a batch of a client.
+    """
     trainer, callbacks = module.trainer, get_callbacks(module.trainer)
     trainer.callbacks = callbacks[:1]  # type: ignore[attr-defined]  # Only `FitHooks`, which continues the round.
     skip_batch_end(module)

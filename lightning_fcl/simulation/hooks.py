@@ -1,7 +1,7 @@
-"""The callback that runs a federation within the hooks of a Trainer: clients and rounds start and end there.
+"""The callback that starts and ends the clients and rounds of a federation within the hooks of a Trainer.
 
-Lightning's own counters stay valid. Batches are counted for each client, epochs end with the stream, and the counters
-of an interrupted round are restored.
+Lightning's counters count the batches of all clients. If a round is interrupted, the counters from before the round
+are restored.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def common_batches(federation: Federation) -> int:
     """Return the number of batches per client and round.
 
     Raises:
-        ValueError: If the number differs between clients or rounds, or if a method changes it.
+        ValueError: If the number differs between clients or rounds, or if a method can change the number.
     """
     stream = federation.stream
     choose_min_batch_size(federation, ())
@@ -68,7 +68,7 @@ def common_batches(federation: Federation) -> int:
 
 
 class FitHooks(Callback):
-    """The first callback of a federation: continues the current round, and saves client states in checkpoints.
+    """The Trainer's first callback: it continues the current round, and saves client states in checkpoints.
 
     Args:
         federation: The federation.
@@ -87,7 +87,7 @@ class FitHooks(Callback):
         self.settings: dict[str, list[dict[str, Any]]] = {}  # initial settings of optimizers and schedulers
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Apply the limits before other callbacks run, because they may read the number of rounds."""
+        """Apply the limits of batches and epochs before other callbacks run, which may read the number of rounds."""
         if stage == "fit":
             self.federation.limits.apply(trainer, find_stream(trainer))
 
@@ -132,7 +132,7 @@ class FitHooks(Callback):
         self.federation.placement = None
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Start a round, whose train loader exists already. Restore the user's reload setting for other loaders."""
+        """Prepare a round. Its train loader exists already, so the user's reload setting applies to other loaders."""
         self._hide_left()
         self._undo_progress = snapshot_progress(trainer)
         self.federation.limits.finish_current_round(trainer)
@@ -157,7 +157,7 @@ class FitHooks(Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: STEP_OUTPUT, batch: Batch, batch_idx: int
     ) -> None:
-        """Upload after the last batch of a group of clients. Aggregate after the last group."""
+        """After the last batch of a group of clients, let the clients upload. After the last group, aggregate."""
         federation, current = self.federation, require_started(self.round, "a fit")
         progress = current.progress
         progress.has_trained = True

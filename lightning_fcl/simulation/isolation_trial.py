@@ -32,16 +32,17 @@ from lightning_fcl.validation import format_code_names
 log = logging.getLogger(__name__)
 
 _MOST = 16
-"""Maximum number of changed names that are tested individually."""
+"""Maximum number of changed attributes and metrics that are tested individually. If there are more, all are reset."""
 _LATER = 3333
-"""Factor for the increase of counters in a second test, so that they have the values of about 10,000 steps."""
+"""Factor for the increase of counters in a second test. The counters then have the values of about 10,000 steps."""
 
 
 def isolation_of(federation: Federation) -> Isolation:
     """Return the state outside the module that must be reset for each client.
 
-    Two clients train for a few steps on a few samples. State is reset for each client if the first client changes it
-    and if this changes the upload of the second client. All effects of the trial are undone.
+    Two clients train for a few steps on a few samples. State is reset for each client if the first client changes the
+    state and if this change affects the upload of the second client. All effects of the trial are undone. If the trial
+    is not possible, state is reset without a test.
     """
     name = type(federation.module).__name__
     trainer, module = federation.module.trainer, federation.module
@@ -162,7 +163,7 @@ class _Finding:
         return {*units} if not influential_names or (rest and self._influences(rest)) else influential_names
 
     def _advance(self, advanced_state: Search) -> None:
-        """Advance counters as if many more steps had been taken."""
+        """Increase the counters of a saved state as if many more steps had been taken."""
         initial_by_prefix: dict[str, dict[str, Any]] = {}
         for record in self._start.parts:
             if isinstance(record, NamedValues):
@@ -178,7 +179,7 @@ class _Finding:
             record.saved = advanced_values
 
     def _influences(self, names: Collection[str]) -> bool:
-        """Return whether the state after the first client's training changes the upload of the second client."""
+        """Return whether the first client's changes of ``names`` affect the upload of the second client."""
         for state in self._states:
             state.restore(names)
             try:
@@ -192,14 +193,14 @@ class _Finding:
         return False
 
     def _upload(self) -> State:
-        """Return the upload of the second client, and restore the state."""
+        """Train the second client, restore the state from before the trial, and return the client's upload."""
         state = self._steps.train(1)
         self._start.restore()
         return state
 
 
 def _distance(first_state: State, second_state: State) -> float:
-    """Return the largest difference between two states. Return infinity if their names or shapes differ."""
+    """Return the largest difference between tensors of two states. Return infinity if names or shapes differ."""
     if first_state.keys() != second_state.keys() or any(
         first_state[name].shape != second_state[name].shape for name in first_state
     ):

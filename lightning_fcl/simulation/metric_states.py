@@ -77,7 +77,9 @@ def is_mergeable(metric: Metric) -> bool:
 
 
 def merged(metric: Metric, states: Sequence[MetricState]) -> MetricState:
-    """Return the state of a metric after the updates of several states, in their order.
+    """Return one state of a metric that combines several states, in their order.
+
+    States from before the last reset are left out.
 
     Args:
         metric: The metric, which defines the reduction of each state. The metric does not change.
@@ -96,10 +98,10 @@ def merged(metric: Metric, states: Sequence[MetricState]) -> MetricState:
 
 
 class RoundMetrics:
-    """Metrics in a round: each group of clients that trains at the same time has separate metric states.
+    """A record of metric states in a round, for each group of clients that train at the same time.
 
     For each group a metric starts with its default state. Between groups the metric has the state from before the
-    round.
+    round. At the end of the round, `merge` combines these states.
 
     Args:
         metrics: The metrics by path.
@@ -114,7 +116,7 @@ class RoundMetrics:
         self._reset: set[str] = set()  # metrics that the group has reset
 
     def enter(self, group: int) -> None:
-        """Start or continue a group."""
+        """Load the metric states of a group, so that its training can start or continue."""
         states = self._states.get(group, {})
         self._group = group
         self._reset = {name for name, state in states.items() if state.is_reset}
@@ -132,7 +134,7 @@ class RoundMetrics:
                 self._updates[name] = metric.update_count
 
     def leave(self) -> None:
-        """End or interrupt the group."""
+        """Save the metric states of the current group, and restore the states from before the round."""
         if self._group is None:
             return
         self.watch()
@@ -146,11 +148,11 @@ class RoundMetrics:
         self._group = None
 
     def contributions(self) -> dict[int, dict[str, MetricState]]:
-        """Return the states of this process's groups, to send them to other processes."""
+        """Return the metric states of this process's groups, on the CPU, to send them to other processes."""
         return {group: {name: state.on_cpu() for name, state in own.items()} for group, own in self._states.items()}
 
     def merge(self, groups: Mapping[int, Mapping[str, MetricState]]) -> None:
-        """Add the states of the groups of all processes, in the order of the groups."""
+        """Add the states of the groups of all processes to the metrics, in the order of the groups."""
         for name, metric in self._metrics.items():
             states = [found[name] for found in groups.values() if name in found]
             if states:
@@ -178,7 +180,7 @@ def _reduced(reduction: Any, default: Value, values: Sequence[Value], updates: S
 
 
 def _mean(values: Sequence[Tensor], updates: Sequence[int]) -> Tensor:
-    """Return the mean weighted by updates. Return equal values unchanged, so that constants are not rounded."""
+    """Return the mean of values, weighted by their numbers of updates. Equal values are returned without rounding."""
     if all(torch.equal(value, values[0]) for value in values):
         return values[0]
     total = sum(value.double() * number for value, number in zip(values, updates, strict=True))

@@ -39,7 +39,7 @@ StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 
 def check_processes(environment: ClusterEnvironment, processes: int, nodes: int) -> None:
-    """Raise ValueError if a machine has too many processes, or if variables for connecting machines are missing."""
+    """Raise ValueError for too many processes on a machine, or missing environment variables for several machines."""
     if processes > _MOST:
         raise InvalidValueError(
             f"Expected at most {_MOST} `devices` on this machine, because each device is a process, but got "
@@ -117,7 +117,7 @@ class RanksStrategy(ParallelStrategy):
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """As in Lightning's strategies. By default, checkpoints are written atomically."""
+        """Plugin that reads and writes checkpoints. By default, checkpoints are written atomically."""
         if self._checkpoint_io is None:
             self._checkpoint_io = AtomicCheckpointIO()
         return super().checkpoint_io
@@ -128,7 +128,7 @@ class RanksStrategy(ParallelStrategy):
 
     @property
     def num_nodes(self) -> int:
-        """Number of machines."""
+        """Number of machines. 1 in hooks of a client's batches."""
         return 1 if self.shows_one_process else self._num_nodes
 
     @num_nodes.setter
@@ -149,7 +149,7 @@ class RanksStrategy(ParallelStrategy):
 
     @property
     def expected(self) -> int:
-        """Number of ranks in the whole federation."""
+        """Number of ranks in the whole federation. 1 in hooks of a client's batches."""
         return self.num_nodes * self.num_processes
 
     @property
@@ -205,7 +205,10 @@ class RanksStrategy(ParallelStrategy):
         self.model.to(self.root_device)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a value over all processes, for logging with ``sync_dist=True``. The default is the mean."""
+        """Return a tensor reduced over all processes, for logging with ``sync_dist=True``. The default is the mean.
+
+        Values that are not tensors are returned unchanged.
+        """
         if self.ranks.num_ranks == 1 or not isinstance(tensor, Tensor):
             return tensor
         values = torch.stack([value.to(tensor.device) for value in self.ranks.all_gather_object(tensor.detach().cpu())])

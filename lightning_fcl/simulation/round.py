@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 
 class Round:
-    """The batches of a round, which is one epoch of the Trainer. `run` contains all steps of the round.
+    """The train loader of a round, which is one epoch of the Trainer. `run` contains all steps of the round.
 
     The length of the loader is known, so Lightning requests a batch only after the previous batch is done. After the
     last batch of a group of clients, `FitHooks` continues the round. The clients then upload before other hooks run at
@@ -53,12 +53,12 @@ class Round:
 
     `run` yields one iterator of batches per group. If the iterator is advanced after its last batch, the group uploads.
 
-    This class is the round of a simulation. The server and the nodes of a deployment replace some of its steps.
+    This class is the round of a simulation. The server and the nodes of a deployment replace some steps of this class.
 
     Args:
         federation: The federation.
-        looks_ahead: Whether the result of an experience may be computed in a later round. This is only done if the
-            client is certain to train in a later round of the experience.
+        looks_ahead: Whether the result of an experience may be computed in a later round. The computation is delayed
+            only if the client is certain to train in a later round of the experience.
     """
 
     def __init__(self, federation: Federation, looks_ahead: bool = True) -> None:
@@ -94,7 +94,7 @@ class Round:
         return require_started(self.federation.placement, "a fit")
 
     def __len__(self) -> int:
-        """Number of batches of this process's clients, at least 1. In a client's hooks, that client's batches."""
+        """Number of batches in this process, at least 1. In hooks of a client, the client's number of batches."""
         counters = self.federation.counters
         return counters.batches if counters.shown else self._batches
 
@@ -137,7 +137,7 @@ class Round:
     # Steps of a round.
 
     def plan_groups(self) -> Sequence[ClientGroup]:
-        """Sample the clients of the round, and plan the batches of the clients that train in this process."""
+        """Sample the clients of the round. Return the groups of those clients that train in this process."""
         federation, number, plan = self.federation, self.number, self.federation.stream.plan
         if number >= (federation.module.trainer.max_epochs or 0):  # A finished fit was resumed: no round is left.
             return []
@@ -193,7 +193,7 @@ class Round:
             server.exchange(clients, placement.ranks, placement.hosts, is_after_upload)
 
     def train_clients(self, client_group: ClientGroup | None) -> Generator[Any, None, None]:
-        """Let a group of clients download, train on their batches, and upload.
+        """Let a group of clients download, yield their batches for training, and let the clients upload.
 
         Args:
             client_group: The clients. None: no client trains in this process. The round then has one empty batch.
@@ -261,7 +261,7 @@ class Round:
     # Steps of a group of clients.
 
     def download(self, client_group: ClientGroup) -> None:
-        """Load the server's state and the saved client states into the clients."""
+        """Start the local training of a group from the server's state and the saved client states."""
         federation, clients = self.federation, client_group.clients
         trainer, local_steps = federation.module.trainer, federation.local_steps
         federation.counters.begin(trainer, client_group, local_steps, federation.optimizers)
@@ -343,7 +343,7 @@ def _upload_reachable(
     """Upload the results of the clients that do not miss the synchronization.
 
     Returns:
-        Whether each client keeps its new state. False for a client whose upload the server drops.
+        For each client, whether its new client state is kept. False for a client whose upload the server drops.
     """
     server.record.missed_sync += itertools.compress(clients.client_ids, missed)
     upload_results = [True] * len(clients)

@@ -39,7 +39,7 @@ class RoundAttributes:
     client, only the items appended to lists are merged.
 
     Args:
-        attributes: The attributes of objects, by path.
+        attributes: The attributes of each object, by the path of the object.
         ignored: Names of attributes that cannot be merged. More names are added during the round.
         copies: Whether to copy tensors and arrays, to detect changes in place.
         loose: The module state that is restored for each client. None: no such state.
@@ -61,7 +61,7 @@ class RoundAttributes:
         self._before = self._now = self._snapshots()
 
     def enter(self, group: int) -> None:
-        """Start or continue a group."""
+        """Start or continue recording the changes by a group."""
         self._group = group
         self._now = self._snapshots()
 
@@ -71,7 +71,7 @@ class RoundAttributes:
             self._ignored |= {name for name, part in self._changes().items() if not is_merged(part)}
 
     def leave(self) -> None:
-        """End or interrupt the group. Without a group, record the changes by hooks that run on every rank."""
+        """Record the changes by the current group. Without a group, record changes by hooks that run on every rank."""
         group_changes = self._grown.setdefault(_COMMON if self._group is None else self._group, {})
         for name, value_change in self._changes().items():
             if is_merged(value_change):

@@ -37,10 +37,10 @@ class RoundProgress:
 
     @property
     def local_epoch(self) -> int:
-        """The local epoch of the current batch, from 0."""
+        """The local epoch of the current batch, from 0. 0 if no client trains."""
         return self.client_group.local_epoch if self.client_group is not None else 0
 
     @property
     def last_batch(self) -> bool:
-        """Whether the current batch is the last one of its clients in the round."""
+        """Whether the current batch is the last batch of the current clients. True if no client trains."""
         return self.client_group is None or self.client_group.last_batch

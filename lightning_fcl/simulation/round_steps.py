@@ -61,17 +61,17 @@ def check_sums(federation: Federation) -> None:
 def message_nbytes(
     state: State, reductions: Mapping[str, Reduction], codec: UpdateCodec | None, trainable: Collection[str]
 ) -> tuple[int, int]:
-    """Return the number of bytes that a client downloads in a round, and the number of bytes that it uploads.
+    """Return the number of bytes that a client downloads in a round, and the number of bytes that the client uploads.
 
     The numbers are estimates, because some sizes are only known after training.
 
-    A tensor with the reduction ``sparse_mean`` is sent in part, but counts in full. The numbers are therefore the same
-    after a resume.
+    A tensor with the reduction ``sparse_mean`` is sent in part, but all of its values are counted. The numbers are
+    therefore the same after a resume.
 
     Args:
         state: The tensors by name.
         reductions: The reduction of each tensor.
-        codec: Encodes the updates of the ``trainable`` tensors.
+        codec: Codec that encodes the updates of the ``trainable`` tensors. None: the updates are not encoded.
         trainable: Names of the trainable parameters.
 
     Example:
@@ -90,7 +90,7 @@ def message_nbytes(
 
 
 def record_time(federation: Federation, number: int) -> None:
-    """Record the simulated time of a round: late clients, staleness and duration."""
+    """Record late clients, staleness and duration of a round, if there is a simulated clock."""
     schedule, record = federation.participation.synchronization, federation.server.record
     if schedule is None:
         return

@@ -207,7 +207,7 @@ def check_trainer(trainer: L.Trainer, federation: Federation) -> None:
 
 
 def check_reloads(trainer: L.Trainer) -> None:
-    """Raise ValueError if loaders of a data module should be reloaded.
+    """Raise ValueError if the Trainer is set to reload the loaders of a client's data module.
 
     A federation creates the loaders once, because all rounds are planned before the first round.
     """
@@ -336,8 +336,9 @@ def check_ranks(federation: Federation, ranks: int) -> None:
 
 
 def check_monitors(trainer: L.Trainer) -> None:
-    """Raise ValueError after the first round if a checkpoint monitors a metric that is not logged.
+    """Raise ValueError if a checkpoint callback monitors a metric that is not logged.
 
+    Before the first metric is logged, and if there is a validation loader, nothing is checked. Without this check,
     Lightning would only warn, and save no checkpoint.
     """
     logged = trainer.callback_metrics

@@ -80,7 +80,7 @@ class FederatedStrategy(RanksStrategy):
             ``"trained_samples"`` also counts the client's replay samples. ``"uniform"`` is 1. Samples that are left out
             by `drop_last` or `limit_train_batches` count as well.
         reductions: Reductions by pattern of state names, such as ``{"head.*": "local"}``, see
-            `lightning_fcl.federation.reductions`. They override the module's ``reductions`` attribute.
+            `lightning_fcl.federation.reductions`. These reductions override the module's ``reductions`` attribute.
         server_optimizer: Function that creates a `torch.optim` optimizer. This optimizer updates the server state with
             the pseudo-gradient.
         max_vectorized_clients: Maximum number of clients per vectorized step. ``"auto"`` chooses a number, 1 trains
@@ -95,8 +95,8 @@ class FederatedStrategy(RanksStrategy):
         compression: Compression of uploads with error feedback: `lightning_fcl.federation.compression.TopK` or
             `Quantize`. It applies to trainable parameters, whose reductions have to be ``compressible``, such as
             ``mean``.
-        upload_transforms: Further transforms of uploads, see `lightning_fcl.federation.uploads.UploadTransform`. They
-            run in the order of `lightning_fcl.federation.uploads.Stage`.
+        upload_transforms: Further transforms of uploads, see `lightning_fcl.federation.uploads.UploadTransform`. All
+            transforms run in the order of `lightning_fcl.federation.uploads.Stage`.
         on_empty_round: Action if all uploads of a round are dropped, for example because of non-finite values.
             ``"stop"`` ends the fit with an error, ``"warn"`` continues with the unchanged server state.
         seed: Seed of client sampling and of each client's random numbers. None: the seed of
@@ -184,7 +184,7 @@ class FederatedStrategy(RanksStrategy):
 
     @property
     def settings(self) -> FederationSettings:
-        """The settings that are read during a fit."""
+        """The federation's settings, which are read during a fit."""
         return self.federation.settings
 
     @property

@@ -14,7 +14,7 @@ _UNSET = 1000  # the value of Lightning's `max_epochs` if it is not set
 
 
 class TrainerLimits:
-    """A Trainer's limits of batches and epochs. The federation replaces them during a fit, and restores them after it.
+    """A Trainer's limits of batches and epochs. A federation replaces these limits during a fit.
 
     A train loader is one round, and Lightning's limits would skip the last clients of a round. The federation therefore
     applies `limit_train_batches`, `overfit_batches` and `fast_dev_run` to the batches of each client.
@@ -27,7 +27,10 @@ class TrainerLimits:
         self._trainer: L.Trainer | None = None
 
     def apply(self, trainer: L.Trainer, stream: FederatedStream | None) -> None:
-        """Replace the limits of a Trainer whose data is set up. An unset `max_epochs` becomes the number of rounds.
+        """Replace the limits of a Trainer whose data is set up.
+
+        A `max_epochs` of -1 becomes the number of rounds. An unset `max_epochs` also becomes this number, if the stream
+        has fewer than 1000 rounds.
 
         Raises:
             ValueError: If `max_epochs` is larger than the number of rounds.

@@ -72,7 +72,7 @@ class TrialSteps:
         self.gathered: list[str] = []
 
     def _chosen(self) -> list[tuple[str, IntArray, str]]:
-        """Return two clients with their samples and the split of these samples."""
+        """Return two clients with their samples and the split of these samples. Empty if there are no samples."""
         plan = self._federation.stream.plan
         rows = {client: own for client, own in plan.train[self._progress.round_idx].items() if len(own)}
         largest_clients = sorted(rows, key=lambda client: -len(rows[client]))[:2]
@@ -96,7 +96,7 @@ class TrialSteps:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Temporarily isolate steps from logs, counters and random numbers, and restore the module at the end."""
+        """Temporarily isolate training from logs, counters and random numbers, and restore the module at the end."""
         federation, plugin = self._federation, self._trainer.precision_plugin
         self._batches = self._read()
         with isolate_rng(), torch.enable_grad(), silent([self._module, *self._callbacks]):
@@ -141,7 +141,7 @@ class TrialSteps:
             federation.local_trainer, progress.client_group, progress.client_groups = local, client_group, client_groups
 
     def _read(self) -> list[list[Batch]]:
-        """Read the batches of each client."""
+        """Return the batches that each client trains on in the trial."""
         samples, size = self._federation.stream.samples, min(_SAMPLES, self._federation.stream.batch_size)
         with isolate_rng():
             rows = [(np.resize(own, (_STEPS, size)), part) for _, own, part in self._clients]
@@ -168,7 +168,7 @@ class TrialSteps:
         return restore
 
     def train(self, row: int) -> State:
-        """Train a client as the first client of a round, and return the module's state."""
+        """Train the client with number ``row`` as the first client of a round, and return the module's state."""
         federation, module, number = self._federation, self._module, self._progress.round_idx
         restore = self._note_counts()
         name = self._clients[row][0]
@@ -250,7 +250,10 @@ class TrialSteps:
         second = self._loose_state().search
 
         def ended(names: Collection[str] | None) -> State | None:
-            """Return the state that hooks compute if ``names`` have the first client's values. None: all names."""
+            """Return the module's state after the hooks, if the attributes ``names`` have the first client's values.
+
+            ``names`` of None stands for all attributes.
+            """
             second.restore()
             first.restore(names)
             return self._ended(hooks)
