@@ -66,7 +66,7 @@ StreamData = str | DatasetSpec | ArrayDataset | Samples | _Own | Mapping[str, _O
 class SizedItems(ItemsOf):
     """A torch dataset that wraps data with a length and indexed items, such as a Hugging Face dataset.
 
-    If a Hugging Face dataset has a target column, its targets and class names are read from this column.
+    If a Hugging Face dataset has a target column, the targets and class names are read from this column.
     """
 
     def __init__(self, data: Any) -> None:
@@ -91,7 +91,7 @@ class SizedItems(ItemsOf):
 
 
 def to_dataset(data: Any, owner_name: str) -> Dataset[Any]:
-    """Return data that have a length and indexed items as a torch dataset.
+    """Return a torch dataset of data that have a length and indexed items.
 
     Args:
         data: The data.
@@ -126,7 +126,7 @@ def samples_from_arrays(
     collate_fn: Collate = default_collate,
     sample_name: SampleName = default_name,
 ) -> Samples:
-    """Check arrays, tensors or a map-style dataset, and return their samples. See `FederatedStream.from_arrays`."""
+    """Return the samples of arrays, tensors or a map-style dataset, after checks. See `FederatedStream.from_arrays`."""
     in_memory = not isinstance(x, Dataset) and (hasattr(x, "__array__") or isinstance(x, list))
     content: Tensor | Dataset[Any] = _tensor(x) if in_memory else to_dataset(x, "for `x`")
     size = len(content)  # type: ignore[arg-type]  # a map-style data set
@@ -184,7 +184,7 @@ def _tensor(x: Any) -> Tensor:
 def _column(name: str, values: Any) -> NDArray[Any] | None:
     """Return the owners or domains of all samples as an array of integers or strings.
 
-    Strings from pandas have the NumPy type object. They are converted to a string type.
+    Strings from pandas have the NumPy type object. These strings are converted to a string type.
     """
     if values is None:
         return None
@@ -294,7 +294,8 @@ def _join_clients(
 def _names_splits(data: object, owner_name: str) -> TypeGuard[Mapping[str, object]]:
     """Return whether the data are a dict of splits, such as a `DatasetDict` of Hugging Face.
 
-    A dict without these keys has one entry per client.
+    A dict of splits has the key ``train``, and either no other key or the name of another split. Any other dict has one
+    entry per client.
 
     Raises:
         ValueError: If some keys are not names of splits, or if two keys name the same split.
@@ -386,7 +387,7 @@ class _Pairs(ItemsOf):
 
 
 def samples_from_benchmark(benchmark: Benchmark, scenario: Scenario | str | None) -> tuple[Samples, Scenario]:
-    """Return the samples of an Avalanche benchmark, and a scenario that keeps the order of its experiences.
+    """Return the samples of an Avalanche benchmark, and a scenario that keeps the order of the benchmark's experiences.
 
     The ``group`` of a sample is the index of its experience. If no class is in two experiences, the default scenario is
     `ClassIncremental` with the classes of each experience. Otherwise, the default scenario is `DomainIncremental`.

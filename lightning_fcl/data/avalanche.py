@@ -79,9 +79,9 @@ def _make_placeholder(spec: ModuleSpec) -> ModuleType:
 def _load_settings() -> None:
     """Load the settings module of Avalanche with its default settings, unless the user has a settings file.
 
-    When this module is imported, it writes its defaults to the home directory, and fails if it cannot write there.
-    Therefore, a temporary home directory is used for its import. The rest of Avalanche is imported with the real home
-    directory.
+    When the settings module is imported, the module writes its defaults to the home directory, and fails if this is not
+    possible. Therefore, a temporary home directory is used for this import. The rest of Avalanche is imported with the
+    real home directory.
     """
     package = find_spec("avalanche") if "avalanche" not in sys.modules else None
     if package is None or package.origin is None or Path("~/.avalanche/config.json").expanduser().exists():

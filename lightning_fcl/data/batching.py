@@ -25,7 +25,7 @@ Batch = Any
 """A batch in the form in which the dataset returns it: often ``[x, y]``, or any nesting of lists, dicts and tensors."""
 
 TakeFn = Callable[..., Any]
-"""Function that returns the samples at given indices. Its argument ``seed`` seeds all non-global generators."""
+"""Function that returns the samples at given indices. The argument ``seed`` seeds all non-global generators."""
 
 Collate = Callable[[list[Any]], Any]
 IntArray = NDArray[np.int64]
@@ -95,7 +95,7 @@ class BatchRequest:
         return cls(rows, seed, (client, round_idx, "data", *key_parts))
 
     def load(self, take: TakeFn) -> Any:
-        """Return the samples. Earlier reads do not change them. All random generators are restored afterwards."""
+        """Return the requested samples, independent of earlier reads. Restore all random generators afterwards."""
         with isolate_rng(include_cuda=torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
             seed_all(self.seed, *self.key)
             return take(self.rows, seed=derive_seed(self.seed, *self.key))
@@ -112,7 +112,7 @@ class _Requested(Dataset[Any]):
 
 
 def read_batches(take: TakeFn, requests: Iterable[BatchRequest], loading: LoaderConfig) -> Generator[Any, None, None]:
-    """Yield the requested batches. They are read by this process, or by worker processes if ``num_workers`` is above 0.
+    """Yield the requested batches. If ``num_workers`` is above 0, worker processes read the batches.
 
     If the operating system spawns processes instead of forking, each worker process first runs the main script.
     """
@@ -188,15 +188,15 @@ class BatchPlan:
 
 
 def order_keys(seed: int, clients: Sequence[str], round_idx: int) -> Keys:
-    """Return a key for each client, for its sample orders in a round. A key defines one order for each local epoch."""
+    """Return a key for each client. The key defines the client's sample order in each local epoch of a round."""
     return make_client_keys(seed, clients, round_idx, "batches")
 
 
 def keyed_permutations(keys: Keys, sizes: IntArray, stream: int) -> IntArray:
-    """Return a random order of the numbers below each client's size, shape (keys, largest size).
+    """Return a random order of the numbers from 0 to size - 1 for each client, shape (keys, largest size).
 
-    If a size is below the largest size, the row ends with the numbers from the size on. For the same key, each
-    ``stream`` results in a different order.
+    If a client's size is below the largest size, the row continues with the numbers from the size on. For the same key,
+    each ``stream`` results in a different order.
     """
     width = int(sizes.max(initial=0))
     draws = random_uint64(keys, width, start=stream << 32)
@@ -233,8 +233,9 @@ def plan_group_batches(
         epochs: Number of local epochs of each client, shape (clients,).
         batching: Settings of the batches.
         keys: Keys of the sample orders of the clients, see `order_keys`.
-        num_replay_samples: Number of replay samples of each client, shape (clients,). Their indices follow the indices
-            of the client's own samples. Each replay sample is in one batch per epoch. None means no replay samples.
+        num_replay_samples: Number of replay samples of each client, shape (clients,). The indices of replay samples
+            follow the indices of the client's own samples. Each replay sample is in one batch per epoch. None means no
+            replay samples.
 
     Returns:
         The indices of the samples, shape (clients, steps, largest batch), padded with zeros. And the number of samples

@@ -30,8 +30,8 @@ class ClientRound:
         num_samples: Number of the client's samples in this round, without replay samples.
         num_stream_samples: Number of the client's samples in the whole stream. 0 if unknown.
         num_replay_samples: Number of replay samples that are added to the samples of this round.
-        new_classes: Classes that a client learns in this round and that no client has learned before. Empty if the
-            stream has no classes.
+        new_classes: Classes of the current experiences of all clients that are in no client's earlier experience. Empty
+            if the stream has no classes.
         old_classes: Classes of the earlier experiences of all clients. Empty if the stream has no classes.
         task_classes: All classes of the client's current task, in ascending order. A task-incremental method restricts
             the logits to these classes. Empty if the logits of all classes are used.
@@ -70,8 +70,9 @@ class SampleHistory:
     Args:
         numbers: Numbers of the samples that were read in the round, in the order of reading, shape (n,).
         available: Numbers of all samples of the round. If batches are dropped, this includes samples that are not read.
-        experience: For each earlier round of the current experience, the numbers of its samples.
-        past: For each round of earlier experiences, the numbers of its samples.
+        experience: For each earlier round of the current experience in which the client trained, the numbers of the
+            round's samples.
+        past: For each round of earlier experiences in which the client trained, the numbers of the round's samples.
 
     Example:
         >>> numbers = np.array([4, 5, 6])
@@ -109,7 +110,7 @@ class SampleHistory:
         return [earlier for earlier in self.experience if earlier is not self.available]
 
     def _within(self, rounds: Sequence[NDArray[np.int64]]) -> Tensor:
-        """Return whether each sample of the round is in one of the rounds."""
+        """Return a mask of the current round's samples that are in at least one of the given rounds, shape (n,)."""
         if not rounds:
             return torch.zeros(len(self.numbers), dtype=torch.bool)
         return torch.from_numpy(np.isin(self.numbers, np.concatenate(list({id(own): own for own in rounds}.values()))))

@@ -35,7 +35,7 @@ TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_af
 _HOOKS = {"train": "train_dataloader", "validation": "val_dataloader", "test": "test_dataloader"}
 
 SplitDatasets = dict[str, tuple[Dataset[Any], LoaderConfig | None]]
-"""For each split (``"train"``, ``"validation"``, ``"test"``): its dataset, and its loader settings or None."""
+"""Dataset and loader settings of each split (``"train"``, ``"validation"``, ``"test"``). The settings can be None."""
 
 
 def is_module_per_client(data: object) -> TypeGuard[Mapping[Any, object] | Sequence[object]]:
@@ -47,7 +47,7 @@ def is_module_per_client(data: object) -> TypeGuard[Mapping[Any, object] | Seque
 
 
 def client_modules(data: object) -> list[L.LightningDataModule]:
-    """Return the data modules in the data of a stream: one data module for all clients, or those of single clients."""
+    """Return the data modules in the data of a stream: one for all clients, or the data modules of single clients."""
     parts = (data.values() if isinstance(data, Mapping) else data) if is_module_per_client(data) else [data]
     return [part for part in parts if isinstance(part, L.LightningDataModule)]
 
@@ -96,7 +96,7 @@ def _once(completion_flag: list[bool], hooks: Iterable[Callable[[], None]]) -> N
 
 
 def _unless_idle(hook: Callable[..., Any], batch: Any, *arguments: Any) -> Any:
-    """Call a transfer hook and return its batch. Return a batch without samples unchanged.
+    """Return the batch that a transfer hook returns. If a batch has no samples, return it unchanged, without a call.
 
     If no client trains in a round, the only batch of the round is None or has no samples.
     """
@@ -179,7 +179,7 @@ def common_loader_config(clients: Mapping[Any, SplitDatasets], left_open: Collec
             data modules of all clients.
 
     Raises:
-        ValueError: If only some clients have data modules, or if a setting in ``left_open`` differs between them.
+        ValueError: If only some clients have data modules, or if a setting in ``left_open`` differs between clients.
     """
     configs_by_client = {
         client: {part: loading for part, (_, loading) in parts.items()} for client, parts in clients.items()
@@ -218,7 +218,7 @@ def common_loader_config(clients: Mapping[Any, SplitDatasets], left_open: Collec
 
 
 def _kind(value: Any) -> object:
-    """Return what to compare of a setting: the function of a method, the class of a callable object, or the value."""
+    """Return the part of a setting to compare: a method's function, a callable object's class, or the value."""
     if ismethod(value):
         return value.__func__
     return type(value) if callable(value) and not isfunction(value) else value
@@ -267,7 +267,7 @@ class WorkerInit:
     During each call, ``torch.utils.data.get_worker_info().dataset`` is the user's dataset, as in a plain loader.
 
     Args:
-        calls: A pair for each loader: its ``worker_init_fn`` and its dataset.
+        calls: A pair for each loader: the loader's ``worker_init_fn`` and the loader's dataset.
     """
 
     def __init__(self, calls: Sequence[tuple[Callable[[int], None], object]]) -> None:
@@ -292,7 +292,7 @@ def with_worker_init(
 
     Args:
         loaders: Loader settings of each split.
-        pieces: A tuple for each split of each client: its name, its dataset and its loader settings.
+        pieces: A tuple for each split of each client: name of the split, dataset, and loader settings.
     """
     calls: dict[str, dict[tuple[int, int], tuple[Callable[[int], None], object]]] = {}
     for split_name, data, loading in pieces:

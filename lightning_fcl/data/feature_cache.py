@@ -1,4 +1,4 @@
-"""Features of a frozen backbone that replace images. They are stored in the user's cache and mapped into memory."""
+"""Features of a frozen backbone that replace images. A file in the user's cache contains the features."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class BackboneAndModule(nn.Module):
 
 
 def iter_images(samples: Samples, num_workers: int = 0) -> Iterator[Tensor]:
-    """Yield batches of the stored images. If the dataset draws random numbers, they are the same in each call."""
+    """Yield batches of the stored images. If the dataset draws random numbers, each call draws the same numbers."""
     parts = np.split(np.arange(len(samples)), range(BATCH_SIZE, len(samples), BATCH_SIZE))
     requests = (BatchRequest(part, 0, ("features", number)) for number, part in enumerate(parts))
     reading = read_batches(samples.get_stored, requests, LoaderConfig(BATCH_SIZE, num_workers=num_workers))

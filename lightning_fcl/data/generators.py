@@ -1,4 +1,4 @@
-"""Random generators that a dataset's code uses. They are found once, seeded for each read, and restored afterwards."""
+"""Random generators that a dataset's code uses: found once, seeded for each read, and restored afterwards."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Found(NamedTuple):
 
 
 class Generators:
-    """The random generators in datasets and in `collate_fn`. They are found once and seeded for each read.
+    """The random generators in datasets and in `collate_fn`: found once, and seeded for each read.
 
     Generators of NumPy, Python and torch are found in attributes, containers, closures, class attributes and globals
     that the code uses. A copy of this object in another process repeats the search.
@@ -50,7 +50,7 @@ class Generators:
         return Generators, ()
 
     def of(self, root: object) -> list[_Found]:
-        """Return the generators that an object can reach."""
+        """Return the generators that code can reach from an object."""
         if id(root) not in self._found:
             self._found[id(root)] = root, list(_generators_in(root))
         return self._found[id(root)][1]

@@ -165,7 +165,7 @@ def label_indices(labels: NDArray[Any], names: NDArray[Any] | Sequence[str], own
 
 
 class ItemsOf(Dataset[Any]):
-    """A dataset that wraps other data. Its item i is derived from item i of the wrapped data.
+    """A dataset that wraps other data. Item i of the dataset is derived from item i of the wrapped data.
 
     Attributes:
         data: The wrapped data.
@@ -213,7 +213,7 @@ def _items(data: Any, rows: Sequence[int]) -> Sequence[Any]:
 
 
 def index_labels(data: Dataset[Any], labels: Any, numbers: IntArray) -> Dataset[Any]:
-    """Return a dataset with class numbers in place of labels. If the labels are class numbers, return ``data``."""
+    """Return a dataset with class numbers in place of labels. If both are equal for all samples, return ``data``."""
     label_array = np.asarray(labels)
     if label_array.dtype.kind != "f" and np.array_equal(label_array, numbers):
         return data

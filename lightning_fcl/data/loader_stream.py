@@ -13,7 +13,7 @@ from lightning_fcl.data.scenarios.base import EMPTY, Plan
 from lightning_fcl.rng import global_seed
 
 CLIENT = "local"
-"""Name of the client."""
+"""Name of the only client of a `LoaderStream`."""
 
 # A placeholder, because the number of samples in an epoch is not known until the epoch ends.
 _SAMPLES = {CLIENT: np.zeros(1, dtype=np.int64)}

@@ -183,9 +183,10 @@ class Shards(Partition):
 class ClassSubsets(Partition):
     """Each client draws a random subset of the classes, and gets a random fraction of the samples of these classes.
 
-    If the fractions of a class add up to more than 1, its samples are divided in proportion to the fractions. If the
-    clients together draw at least as many classes as there are, every class is used: a class that no client has drawn
-    replaces the most frequent class at one client. Otherwise, classes that no client has drawn stay unused.
+    If the fractions of a class add up to more than 1, the samples of the class are divided in proportion to the
+    fractions. If the clients together draw at least as many classes as there are, every class is used. A class that no
+    client has drawn then replaces the most frequent class at one client. Otherwise, classes that no client has drawn
+    stay unused.
 
     Args:
         num_clients: Number of clients.

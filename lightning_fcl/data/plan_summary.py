@@ -1,4 +1,4 @@
-"""Summary of a plan as text and as charts. It shows the classes in each round and of each client."""
+"""Summary of a plan as text and as charts: the classes in each round and of each client."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 
 def _class_attributes_of(kind: type) -> dict[str, Any]:
-    """Return the attributes and methods of a class and its base classes. Their paths start with the class's name."""
+    """Return the attributes and methods of a class and its base classes, by paths that start with a class's name."""
     attributes: dict[str, Any] = {}
     for base in kind.__mro__:
         if _is_known(base.__module__):
@@ -166,7 +166,7 @@ def _is_installed(file: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def _names_in(code: types.CodeType) -> tuple[str, ...]:
-    """Return the names of globals that code may use. Code of functions that are defined inside it is included."""
+    """Return the names of globals that code may use, including the code of functions that are defined inside."""
     inner = (_names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
     return tuple(dict.fromkeys(chain(code.co_names, *inner)))
 

@@ -95,7 +95,7 @@ def changes_of(read_sample: Callable[[], Any], roots: Mapping[str, object]) -> t
 
 @contextmanager
 def restored_reading(samples: Samples, rows: IntArray, split_name: str) -> Iterator[None]:
-    """Temporarily allow code to read the given samples. State that the reads change is restored as in `changes_of`."""
+    """On exit, restore state that reads of the given samples have changed, as in `changes_of`."""
     snapshot = _Snapshot(samples.readers(rows, split_name))
     try:
         yield

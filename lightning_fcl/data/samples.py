@@ -56,7 +56,7 @@ class Samples:
         group: Domain of each sample, shape (n,).
         test: Mask of the samples in the test set of the data, shape (n,).
         validation: Mask of the samples in the validation set of the data, shape (n,).
-        scale: Mean and standard deviation to normalize stored pixels with. If None, samples are not normalized.
+        scale: Mean and standard deviation that normalize stored pixels. If None, samples are not normalized.
         collate_fn: Function that combines items of a dataset to a batch.
         loader_configs: Loader settings of a data module for ``"train"``, ``"validation"`` and ``"test"``.
         measurement: Description of the measured channels and their scaling, if known.
@@ -131,7 +131,7 @@ class Samples:
         Args:
             indices: Numbers of the samples, shape (n,).
             split_name: ``"train"``, ``"validation"`` or ``"test"``. The `collate_fn` of this split is used.
-            seed: Seed of the random generators in a dataset. Their state is restored afterwards.
+            seed: Seed of the random generators in a dataset. The state of the generators is restored afterwards.
         """
         if isinstance(self.x, Dataset):
             batch = self.read(indices, split_name, seed)
@@ -237,7 +237,7 @@ class Joined(ConcatDataset[Any]):
     """
 
     def __getitems__(self, rows: Sequence[int]) -> Any:
-        """Return some items in the order of ``rows``. If all come from one dataset, return the type that it returns."""
+        """Return some items in the order of ``rows``. If all are in one dataset, return the result of this dataset."""
         positions: dict[int, list[int]] = {}
         numbers = []
         for row in rows:

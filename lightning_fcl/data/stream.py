@@ -40,20 +40,20 @@ from lightning_fcl.validation import at_least, check_arguments
 
 
 class FederatedStream(L.LightningDataModule):
-    """A dataset as a federated continual stream. It is divided into rounds, experiences and clients.
+    """A dataset as a federated continual stream, divided into rounds, experiences and clients.
 
     Args:
         data: Name of a public dataset (`lightning_fcl.data.datasets`), or a `DatasetSpec` with arguments of its loader,
             or an `ArrayDataset`. You can also pass your own data. A map-style dataset is any object with ``__len__``
             and ``__getitem__``. A dict can contain the splits ``train``, ``validation`` and ``test``. The test and
-            validation sets of a LightningDataModule are the default `split`. Its loaders define the settings below that
-            you do not pass. For several clients, pass a dict or list with a dataset, data module or dict of splits for
-            each client.
-        scenario: Scenario, or the name of its class. It defines which classes or domains occur in which round. Default:
-            `ClassIncremental`.
-        partition: Partition, or the name of its class. It divides the samples among clients. Default: `ByClientId` if
-            the data have clients, otherwise `IID`. Do not pass a partition to a scenario that assigns samples to
-            clients itself, such as the scenarios of papers.
+            validation sets of a LightningDataModule are the default `split`. The loaders of the module define the
+            settings below that you do not pass. For several clients, pass a dict or list with a dataset, data module or
+            dict of splits for each client.
+        scenario: Scenario, or the name of its class. The scenario defines the classes or domains of each round.
+            Default: `ClassIncremental`.
+        partition: Partition, or the name of its class. The partition divides the samples among clients. Default:
+            `ByClientId` if the data have clients, otherwise `IID`. Do not pass a partition to a scenario that assigns
+            samples to clients itself, such as the scenarios of papers.
         split: Split that selects the test and validation data. By default, the sets of a data module or of a dict of
             splits are used. For other data, a fifth of the samples is used for testing. Do not pass a split to a
             scenario that draws test samples itself.
@@ -75,7 +75,7 @@ class FederatedStream(L.LightningDataModule):
         backbone: Frozen backbone whose features replace the images. The features are computed once and stored in the
             user's cache. Pass a name of `lightning_fcl.models.frozen_backbone`, or a module with a method ``embed(x)``.
             The method gets stored pixels that are scaled to [0, 1], and must normalize the pixels itself. If the
-            dataset draws random numbers for an image, they are drawn once.
+            dataset draws random numbers for an image, the numbers are drawn once.
 
     Example:
         >>> from lightning_fcl.data.partition import IID
@@ -290,7 +290,7 @@ class FederatedStream(L.LightningDataModule):
         )
 
     def read_batches(self, requests: Iterable[BatchRequest], split_name: str = "train") -> Generator[Any, None, None]:
-        """Yield the requested batches of a split. They are read by `num_workers` processes, if there are any.
+        """Yield the requested batches of a split. If `num_workers` is above 0, worker processes read the batches.
 
         The processes have no copy of the Trainer. Close the generator after the last batch. Otherwise, the processes
         run until the garbage collector ends them.

@@ -19,7 +19,7 @@ def get_callbacks(trainer: L.Trainer) -> list[Callback]:
 
 
 def find_stream(trainer: L.Trainer) -> FederatedStream | None:
-    """Return the federated stream that is the Trainer's data module, or None if it has a different data module."""
+    """Return the Trainer's data module if it is a `FederatedStream`, otherwise None."""
     datamodule = trainer.datamodule  # type: ignore[attr-defined]
     return datamodule if isinstance(datamodule, FederatedStream) else None
 

@@ -287,7 +287,10 @@ class NodeRegistry:
 
     @property
     def has_enough_answers(self) -> bool:
-        """Whether the round has enough accepted answers, at least 1. Clients with only rejected answers do not count."""
+        """Whether the round has enough accepted answers, at least 1.
+
+        Clients with only rejected answers decrease the required number of answers, if too few other clients remain.
+        """
         return self.num_accepted_answers >= max(
             1, min(self._needed, sum(not turn.is_rejected for turn in self._turns.values()))
         )

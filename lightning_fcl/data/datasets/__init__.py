@@ -45,7 +45,7 @@ def load_dataset(name: str, root: str | Path | None = None, **options: Any) -> A
     Args:
         name: Name of the dataset, one of the names in `list_datasets`.
         root: Folder that contains the datasets. For the default, see `data_root`.
-        **options: Arguments of the function ``load_<name>`` except `root`. Their types are checked.
+        **options: Arguments of the function ``load_<name>`` except `root`. The types of these arguments are checked.
 
     Raises:
         ValueError: If the name, an option or a value of an option is invalid, or if the files are damaged.

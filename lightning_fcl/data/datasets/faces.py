@@ -32,9 +32,9 @@ def load_orl(
 
     Args:
         root: Folder that contains the datasets. For the default, see `data_root`.
-        size: Height and width in pixels. The loader crops the largest central part with this aspect ratio. For 4:3, it
-            has 112 x 84 of 112 x 92 pixels. The part is resized with Pillow's antialiased bicubic filter. None keeps
-            112 x 92 pixels.
+        size: Height and width in pixels. The loader crops the largest central part with this aspect ratio. For 4:3,
+            this part has 112 x 84 of the 112 x 92 pixels. The part is resized with Pillow's antialiased bicubic filter.
+            None keeps 112 x 92 pixels.
         normalize: ``"image"`` scales each image to mean 0 and variance 1. ``"none"`` returns values from 0 to 1.
 
     Returns:
@@ -89,7 +89,7 @@ def load_lfw(
     Args:
         root: Folder that contains the datasets. For the default, see `data_root`.
         min_faces: Minimum number of images per person. People with fewer images are left out. Must be at least 35 for
-            the npz file, because it contains no people with fewer images.
+            the npz file, because this file contains no people with fewer images.
         size: Height and width in pixels. The crop of 125 x 94 pixels, or the image of 64 x 48 pixels in the npz file,
             is resized with Pillow's antialiased bicubic filter. Aspect ratios other than 4:3 distort the faces.
         normalize: ``"image"`` scales each image to mean 0 and variance 1. ``"none"`` returns values from 0 to 1.

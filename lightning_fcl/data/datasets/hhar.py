@@ -126,7 +126,7 @@ def load_hhar(
 
 
 def window_statistics(x: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return 32 features for each step of a stretch. They are computed from past steps (Bacciu et al. 2021, IV.B).
+    """Return 32 features for each step of a stretch, computed from past steps (Bacciu et al. 2021, section IV.B).
 
     The features are the six signals, the magnitudes of accelerometer and gyroscope, and four statistics of each signal
     over a window: mean, standard deviation, minimum and maximum. Windows of 200 steps start every 100 steps. Each step

@@ -58,7 +58,7 @@ def read_image(
         path: Path of the image file.
         file_format: Required format, by its name in Pillow. None accepts all common formats and bit depths.
         mode: ``"RGB"`` converts gray to three equal channels. ``"L"`` converts colors to gray by ITU-R 601-2 luma.
-        shape: Required height and width. They are checked before the pixels are decoded.
+        shape: Required height and width, which are checked before the pixels are decoded.
         content: Bytes of the image if the image is part of another file. ``path`` is then only used in messages.
 
     Raises:
@@ -104,7 +104,7 @@ def face_dataset(
     size: Sequence[int] | None,
     normalize: FaceScale,
 ) -> ArrayDataset:
-    """Return gray images of shape (height, width) as a dataset. Resize them unless ``size`` is None.
+    """Return a dataset of gray images of shape (height, width). Resize the images unless ``size`` is None.
 
     ``normalize="image"`` scales each image to mean 0 and variance 1. A constant image becomes 0. ``normalize="none"``
     scales pixels from 0..255 to 0..1.
@@ -138,7 +138,7 @@ def resize_all(images: Iterable[NDArray[np.uint8]], number: int, size: int) -> N
 def resize_all_once(
     files: Sequence[Path], images: Iterable[NDArray[np.uint8]], names: Sequence[str], size: int
 ) -> NDArray[np.uint8]:
-    """Return the result of `resize_all` for images in files. It is cached in the user's cache until a file changes.
+    """Return the result of `resize_all` for images in files. The result is cached on disk until a file changes.
 
     Args:
         files: Files that contain the images. The cache key contains the path, size and modification time of each file.

@@ -190,7 +190,7 @@ def read_words(path: Path) -> dict[str, str]:
 
 
 def first_names(wnids: Sequence[str], words: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the first name of each class. If several classes have the same name, append their WordNet ids."""
+    """Return the first name of each class. If several classes have the same name, append the WordNet id to each."""
     first = [words.get(wnid, "").split(",")[0].strip() or wnid for wnid in wnids]
     return tuple(
         name if first.count(name) == 1 else f"{name} ({wnid})" for name, wnid in zip(first, wnids, strict=True)
@@ -224,9 +224,9 @@ _REMEDY = "Delete this copy and get the files again."
 def load_miniimagenet(root: str | Path | None = None, size: int = 32, normalize: Scale = "imagenet") -> ArrayDataset:
     """Load MiniImageNet: photographs of 100 classes of ImageNet, with 600 images per class.
 
-    The dataset is from Vinyals et al. 2016, "Matching networks for one shot learning", NeurIPS. Its classes and images
+    The dataset is from Vinyals et al. 2016, "Matching networks for one shot learning", NeurIPS. The classes and images
     are those of Ravi and Larochelle 2017, "Optimization as a model for few-shot learning", ICLR. Four layouts are
-    supported. The loader looks for them in this order:
+    supported. The loader looks for the layouts in this order:
 
     1. ``new_train.csv`` and ``new_val.csv`` of Zuo et al. 2024, with the images in ``images``. The lists name 480
        training and 120 test images of each class.
@@ -236,7 +236,7 @@ def load_miniimagenet(root: str | Path | None = None, size: int = 32, normalize:
     4. ``miniimagenet64/images.npz`` with all images at 64 x 64 pixels. Its training and test images are those of Zuo et
        al. 2024.
 
-    The images of all classes are loaded. They can have any original size. The classes are in the order of their WordNet
+    The images of all classes are loaded, and can have any original size. The classes are in the order of their WordNet
     ids. Layouts 1 and 4 have an official test set of 120 images per class. Resized pixels are cached in the user's
     cache folder.
 

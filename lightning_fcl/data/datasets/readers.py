@@ -42,7 +42,7 @@ _HEADER = 1000
 MAX_TEXT_LENGTH = 40
 """Upper limit for the memory that text needs after parsing, in bytes per byte of text.
 
-A line of one digit is two bytes of text. In memory, it needs a string of 64 bytes, and 9 bytes for references.
+A line of one digit is two bytes of text. In memory, this line needs a string of 64 bytes, and 9 bytes for references.
 """
 
 
@@ -193,7 +193,7 @@ class _Call:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickler that imports nothing. It records the calls that arrays need, and rejects all other calls."""
+    """Unpickler that imports nothing, records the calls that arrays need, and rejects all other calls."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ADMITTED:
@@ -205,7 +205,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_restricted_pickle(path: Path, remedy: str = REDOWNLOAD_HINT) -> Any:
-    """Return the content of a pickle. `array_from_pickle` converts the records of arrays in it to NumPy arrays.
+    """Return the content of a pickle. Arrays are returned as records, which `array_from_pickle` converts to arrays.
 
     The content can have numbers, strings, lists and dicts. No function that the file names is called. Strings of Python
     2 are decoded as Latin-1, because NumPy stored bytes in such strings.

@@ -152,7 +152,7 @@ def _from_text(folder: Path, sensors: Sequence[str]) -> ArrayDataset:
 def _rows(
     path: Path, columns: int, number: int | None = None, allowed_values: range | None = None, dtype: type = np.float32
 ) -> NDArray[Any]:
-    """Return the rows of a text file. Raise DamagedFileError if their number, their length or a value is wrong."""
+    """Return the rows of a text file. Raise DamagedFileError if the number or length of rows, or a value, is wrong."""
     lines = f"to have {columns} {allowed_values or 'values'} in each of {number or 'its'} lines"
     with as_file_error(path, lines, _UCI_HAR.remedy):
         # For a file in a zip file, the path is a `zipfile.Path`.

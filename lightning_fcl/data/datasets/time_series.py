@@ -19,7 +19,7 @@ Scale = Literal["user", "none"]
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """Recording of one person by one device. It consists of stretches with one label each, in time order.
+    """Recording of one person by one device: stretches with one label each, in time order.
 
     Args:
         client_id: Name or number of the person.

@@ -46,8 +46,8 @@ class Plan:
         groups_are_classes: Whether the test groups are classes.
         task_classes: For each client and each of its experiences, all classes of the experience's task. See
             `classes_of_task`. Empty if the logits of all classes are used.
-        history: ``"round"``, ``"seen"`` or ``"all"``. With ``"round"``, a round has only its own samples. ``"seen"``
-            adds the samples that its clients had in earlier rounds. ``"all"`` adds their samples of all rounds.
+        history: ``"round"``, ``"seen"`` or ``"all"``. With ``"round"``, a client has only the samples of the round.
+            ``"seen"`` adds the client's samples of earlier rounds. ``"all"`` adds the client's samples of all rounds.
     """
 
     train: tuple[dict[str, IntArray], ...]
@@ -103,7 +103,8 @@ class Plan:
     def classes_of_task(self, client: str, experience: int) -> tuple[int, ...]:
         """Return the classes to which a task-incremental method restricts the logits in a client's experience.
 
-        The client may have samples of only some of these classes. Empty if the logits of all classes are used.
+        The client may have samples of only some of these classes. The result is empty if the logits of all classes are
+        used.
         """
         return self.task_classes[client][experience] if self.task_classes else ()
 
@@ -170,7 +171,7 @@ class Plan:
         return len(self.train)
 
     def num_rounds_of_tasks(self, tasks: int | None) -> int:
-        """Return the number of rounds until each client has finished its first ``tasks`` tasks. None means all."""
+        """Return the number of rounds until each client has finished its first ``tasks`` tasks. None: all tasks."""
         if tasks is None:
             return self.num_rounds
         ways = set(self.experiences.values())
@@ -206,7 +207,7 @@ class Scenario(ABC):
     """A rule that defines which samples each client has in each round.
 
     To add a scenario, define a subclass with a method `plan`. The subclass can have any arguments. In a recipe, write
-    its class name. If the class is defined outside of this package, write the full import path.
+    the name of the subclass. If the subclass is defined outside of this package, write the full import path.
 
     Attributes:
         provides_split: Whether the scenario draws test and validation samples itself. If True, do not pass a `split`.
@@ -309,8 +310,8 @@ def order_to_indices(
 
     Raises:
         TypeError: If the order is a string.
-        ValueError: If the order has an unknown or repeated entry, or lacks an entry. Also if its integers can be names
-            as well as positions, and the results differ.
+        ValueError: If the order has an unknown or repeated entry, or lacks an entry. Also if the integers of the order
+            can be names as well as positions, and the results differ.
     """
     if isinstance(order, str):
         raise InvalidTypeError(

@@ -18,9 +18,9 @@ from lightning_fcl.validation import at_least, between, validated
 class Blurry(Scenario):
     """Stochastic incremental blurry scenario, Si-Blurry (Moon et al., 2023, section 3).
 
-    The classes of each experience are drawn. Their number is also drawn, and is at least one. A fraction of all classes
-    is disjoint: these classes occur in one experience only. From the samples of all other classes, a fraction is drawn
-    over all clients. Each of these blurry samples occurs in a random experience.
+    The classes of each experience are drawn. The number of classes of an experience is also drawn, and is at least one.
+    A fraction of all classes is disjoint: these classes occur in one experience only. From the samples of all other
+    classes, a fraction is drawn over all clients. Each of these blurry samples occurs in a random experience.
 
     The test of an experience contains all classes of the samples that clients have in the experience. Use this scenario
     within `Online` to use each sample in one round only, as in the paper.
@@ -105,7 +105,7 @@ class GrowingClasses(Scenario):
 
 @dataclass(frozen=True)
 class Online(Scenario):
-    """Single-pass scenario. A client's samples of an experience are divided among its rounds, so none is used twice.
+    """Single-pass scenario. A client's samples of an experience are divided among rounds, and no sample is used twice.
 
     With ``local_epochs=1`` and a small ``batch_size``, a client trains on each sample once, like a device without
     storage.

@@ -26,7 +26,9 @@ from lightning_fcl.validation import at_least, between, validated
 
 @dataclass(frozen=True)
 class FLwFScenario(Scenario):
-    """Scenario of Usmanova et al. (2021), section 3.4. One client has changing tasks. One represents all other clients.
+    """Scenario of Usmanova et al. (2021), section 3.4.
+
+    One client has changing tasks. Another client represents all other clients of the federation.
 
     Args:
         num_rounds: Number of communication rounds, divided evenly among the tasks of a client.
@@ -119,8 +121,8 @@ class ODFCLScenario(Scenario):
     """Scenario of Kröger et al.: a base session, followed by sessions in which each node of a swarm learns new classes.
 
     Each class is a person. The people to learn are drawn from the dataset and numbered in the order in which they are
-    learned. All other people can be used for pre-training. Experience 0 is the base session. It is not a round. The
-    callback `lightning_fcl.callbacks.BaseSession` trains it.
+    learned. All other people can be used for pre-training. Experience 0 is the base session, which is not a round. The
+    callback `lightning_fcl.callbacks.BaseSession` trains the model on the samples of the base session.
 
     Args:
         num_people: Number of classes to learn.
@@ -135,8 +137,9 @@ class ODFCLScenario(Scenario):
             no pre-training.
         rounds_per_session: Number of synchronizations in each session.
         history: ``"round"``, ``"seen"`` or ``"all"``. With ``"round"``, a round has the samples of its session. With
-            ``"seen"``, it has the samples of all classes so far (joint training). The samples of the base session are
-            then divided among the nodes. With ``"all"``, it has the samples of all sessions.
+            ``"seen"``, a round has the samples of all classes so far (joint training). With ``"all"``, a round has the
+            samples of all sessions. With ``"seen"`` and ``"all"``, the samples of the base session are divided among
+            the nodes.
 
     Raises:
         ValueError: If there are too few people or samples, or if the classes cannot be divided evenly.
@@ -199,7 +202,7 @@ class ODFCLScenario(Scenario):
         )
 
     def _shares(self, train: Sequence[IntArray]) -> tuple[dict[str, list[IntArray]], dict[str, list[tuple[int, ...]]]]:
-        """Return two dicts by node: its samples, and its classes, both for the base session and each later session."""
+        """Return each node's samples and each node's classes, as two dicts of lists with one entry for each session."""
         base, nodes, classes_per_session = (
             self.num_base_people,
             self.num_nodes,
@@ -267,8 +270,8 @@ class FedViTScenario(Scenario):
     - The number of classes and the fraction of samples are drawn uniformly. The fraction is drawn for each client and
       class.
     - The samples of a class are assigned to clients one after another. After the last sample, the assignment starts
-      again with the first sample. Therefore, the numbers of clients that have two samples of a class differ by at most
-      one.
+      again with the first sample. Therefore, each sample of a class has nearly the same number of clients. The numbers
+      differ by at most one.
     - Each round of a task has all samples of the task.
     - The draws of a client depend only on the seed, the number of the client, and the block.
 
@@ -346,7 +349,7 @@ class FedViTScenario(Scenario):
         )
 
     def _deal(self, blocks: Blocks, pool: SamplePool, seed: int) -> tuple[dict[str, Blocks], dict[str, list[IntArray]]]:
-        """Return two dicts by client: its classes of each block, and its samples of these classes for each block."""
+        """Return each client's classes and each client's samples, as two dicts with one entry for each block."""
         y, members = pool.y, pool.train
         decks = {
             c: np.random.default_rng([seed, 7, c]).permutation(members[y[members] == c]) for c in np.unique(y).tolist()
