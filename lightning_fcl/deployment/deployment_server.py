@@ -260,10 +260,10 @@ class NodePool:
     def _sent_to(
         self, federation: Federation, number: int, untransferred_state: State, client: str, node: int
     ) -> Parcel:
-        """Return the message to a client: the server's state, and tensors that are not transferred.
+        """Return the message to a client: the server's state, and initial values of tensors that no client uploads.
 
-        The tensors that are not transferred are left out if the node has the same initial values of them. Entries that
-        are sent to a client only once are left out if the client already has these entries.
+        The initial values are left out if the node has the same values already. Entries that are sent to a client only
+        once are left out if the client has these entries already.
         """
         server, outline = federation.server, make_outline(federation.stream, client)
         once_entries = server.sent_once

@@ -91,9 +91,9 @@ def client_app(folder: Path) -> ClientApp:
     """Return the Flower app of a node.
 
     The node config contains the ``client`` and the location of its ``data``. Optional entries are the ``target`` and
-    ``features`` of a table, the arguments of a data module as ``init_args.NAME``, and ``state-dir``, the folder of the
-    client state. Flower's simulation does not set these entries. For the nodes of a simulation, the run configuration
-    contains the ``clients`` and their ``data-folder``.
+    ``features`` of a table, and the arguments of a data module as ``init_args.NAME``. ``state-dir``, also optional, is
+    the folder of the client state. Flower's simulation does not set these entries. For the nodes of a simulation, the
+    run configuration contains the ``clients`` and their ``data-folder``.
 
     Args:
         folder: Folder of the app, which contains the recipe.

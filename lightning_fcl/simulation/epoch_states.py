@@ -179,7 +179,7 @@ def _find(module: L.LightningModule) -> tuple[dict[str, Metric], dict[str, dict[
 def _is_users(callback: Callback) -> bool:
     """Return whether a user wrote a callback.
 
-    No class of the callback except `Callback`, base classes included, is then from Lightning or lightning_fcl.
+    If so, neither its class nor a base class is from Lightning or lightning_fcl, except `Callback`.
     """
     packages = ("lightning.", "lightning_fcl.")
     return not any(kind.__module__.startswith(packages) for kind in type(callback).__mro__ if kind is not Callback)

@@ -81,8 +81,9 @@ def load_lfw(
     loader first looks for the original folders ``Name/Name_0001.jpg``, and then for ``lfw/min35_gray_64x48.npz``. The
     npz file contains the people who have at least 35 images.
 
-    The original images of 250 x 250 pixels are cropped to rows 70 to 194 and columns 78 to 171, which is the default of
-    scikit-learn's `fetch_lfw_people`. The crop of the npz file is unknown, so the pixels of the two layouts differ.
+    The original images of 250 x 250 pixels are cropped to rows 70 to 194 and columns 78 to 171. This crop is the
+    default of scikit-learn's `fetch_lfw_people`. The crop of the npz file is unknown, so the pixels of the two layouts
+    differ.
 
     All people with enough images are loaded. Each person is a class.
 
