@@ -52,7 +52,7 @@ _SCRIPTS = {"1.9.0.post1": "373b1f84072b31010f15ceb787be6b415c53936411aae267c8c2
 
 
 def get_chart(name: str) -> alt.Chart:
-    """Return a chart whose data has a name. `spec` adds the rows, because Altair would validate each row."""
+    """Return a chart whose data set has a name but no rows. `spec` adds the rows, so that Altair validates no row."""
     return alt.Chart(alt.NamedData(name=name))
 
 
@@ -75,14 +75,14 @@ def write_png(path: Path, chart: Spec) -> Path:
 
 
 def _plain(value: Any) -> Any:
-    """Round a float to four significant digits. Return None for a non-finite float."""
+    """Return a value with a float rounded to four significant digits. Return None for a non-finite float."""
     if isinstance(value, float | np.floating):
         return float(f"{value:.4g}") if np.isfinite(value) else None
     return value
 
 
 def client_curves(curves_by_model: Mapping[str, Curve]) -> dict[int, dict[str, float]]:
-    """Return, for each round (from 0), the value of each tested client on all groups that it has learned so far."""
+    """Return, for each round (from 0), the value of each tested client on all groups that the client has learned."""
     values_by_round: dict[int, dict[str, float]] = {}
     for model, curve in curves_by_model.items():
         for number, value in zip(curve.rounds.tolist(), curve.seen_classes.tolist(), strict=True):
@@ -92,10 +92,10 @@ def client_curves(curves_by_model: Mapping[str, Curve]) -> dict[int, dict[str, f
 
 
 def over_seeds(curves: Iterable[FloatArray]) -> Points:
-    """Return a point for each round (from 1): mean and standard deviation of the curves of several seeds.
+    """Return a point for each round (from 1) with the mean and standard deviation of the curves of several seeds.
 
-    NaN values are left out. With several seeds, ``low`` and ``high`` are one standard deviation below and above the
-    mean.
+    NaN values are left out, and a round without values has no point. With several seeds, ``low`` and ``high`` are one
+    standard deviation below and above the mean.
     """
     seeds, points = [*curves], []
     for position in range(max(map(len, seeds), default=0)):
@@ -110,7 +110,10 @@ def over_seeds(curves: Iterable[FloatArray]) -> Points:
 
 
 def quantity_scale(quantity: Quantity, zero: bool = False) -> alt.Scale:
-    """Return the scale of a quantity. Without bounds, the scale spans the values. With ``zero``, it then includes 0."""
+    """Return the scale of a quantity: the bounds, or the range of the values if there are no bounds.
+
+    If ``zero``, a scale without bounds includes 0.
+    """
     return alt.Scale(domain=[*quantity.bounds]) if quantity.bounds else alt.Scale(zero=zero)
 
 
@@ -138,18 +141,18 @@ def heat_scale(quantity: Quantity) -> alt.Color:
 
 
 def cycle_styles(names: Sequence[str], values: Sequence[Any]) -> dict[str, Any]:
-    """Return an encoding that gives each name a value. Values repeat if there are more names than values."""
+    """Return an encoding that assigns a value to each name. Values repeat if there are more names than values."""
     scale = alt.Scale(domain=[*names], range=[values[number % len(values)] for number in range(len(names))])
     return {"sort": [*names], "title": None, "scale": scale}
 
 
 def color_scale(field: str, names: Sequence[str], colours: Sequence[str] = COLORS) -> alt.Color:
-    """Return an encoding that gives each name a color."""
+    """Return an encoding that assigns a color to each name."""
     return alt.Color(f"{field}:N", **cycle_styles(names, colours))
 
 
 def shape(field: str, names: Sequence[str]) -> alt.Shape:
-    """Return an encoding that gives each name a shape."""
+    """Return an encoding that assigns a shape to each name."""
     return alt.Shape(f"{field}:N", **cycle_styles(names, _SHAPES))
 
 
@@ -160,7 +163,7 @@ def draw_points(base: alt.Chart) -> alt.Chart:
 
 
 def label_points(base: alt.Chart, name: str, field: str, middle: float) -> list[alt.Chart]:
-    """Return the labels of points: right of a point if its ``field`` is at most ``middle``, otherwise left of it."""
+    """Return the labels of points, on the right of each point whose ``field`` is at most ``middle``, otherwise left."""
     names = base.encode(text=f"{name}:N")
     left_labels = names.transform_filter(f"datum.{field} <= {middle}").mark_text(align="left", dx=8, color="#888888")
     right_labels = names.transform_filter(f"datum.{field} > {middle}").mark_text(align="right", dx=-8, color="#888888")
@@ -203,7 +206,7 @@ def with_model_selector(chart: Chart, models: Sequence[str], label: str = "model
 
 
 def make_tooltips(**fields: str) -> list[alt.Tooltip]:
-    """Return a tooltip for each field, with the title of the field. An empty title means the name of the field."""
+    """Return a tooltip entry for each field, as ``field="title"``. If the title is empty, the field's name is shown."""
     return [alt.Tooltip(field=field, type="nominal", title=title or field) for field, title in fields.items()]
 
 

@@ -32,14 +32,14 @@ _VIEWS = ("server, whole test set", "mean over clients, on all experiences so fa
 _KINDS = {"near": "within 0.05", "spread": "within 2 standard deviations", "outside": "outside"}
 
 RunsByName: TypeAlias = Mapping[str, Sequence[Mapping[str, Any]]]
-"""Runs of each row. The key is the name of the row in reports. The value has ``results.json`` of each seed."""
+"""Contents of ``results.json`` of each seed, for each row. The key is the name of the row in reports."""
 
 
 def compare_page(groups: RunsByName, table: Table | None = None) -> str:
     """Return the HTML of a report on several runs.
 
     Args:
-        groups: Runs of each row. The key is the name of the row. The value has the results of each seed.
+        groups: Contents of ``results.json`` of each seed, for each row. The key is the name of the row.
         table: Table that compares the runs with a paper. None if the runs do not reproduce a paper.
 
     Raises:
@@ -114,8 +114,8 @@ def find_runs(folders: Sequence[Path]) -> list[Path]:
 def runs_by_name(runs: Sequence[Path]) -> dict[str, list[dict[str, Any]]]:
     """Return the results of all seeds of each row. The keys are the names of the rows in reports.
 
-    The name comes from the recipe. If the recipe has no row, or several folders have the same row, the name is the
-    path of the folder. Folders ``seed-0``, ``seed-1`` and so on in the same folder are the seeds of one row, as
+    The name of a row comes from the recipe. If the recipe has no row, or several folders have the same row, the name is
+    the path of the folder. Folders ``seed-0``, ``seed-1`` and so on in the same folder are the seeds of one row, as
     `lightning-fcl reproduce` writes them.
 
     Raises:
@@ -132,7 +132,10 @@ def runs_by_name(runs: Sequence[Path]) -> dict[str, list[dict[str, Any]]]:
 
 
 def _all_metrics(groups: RunsByName) -> list[list[str]]:
-    """Return a table with a line for each metric of the server, the mean over clients, or the whole federation."""
+    """Return a table with a line for each metric of the server, of the mean over clients, or of the whole federation.
+
+    The first line is the heading. The table is empty if there are no such metrics.
+    """
     models = ("server", "clients", "total")
     all_names = dict.fromkeys(name for runs in groups.values() for run in runs for name in run["metrics"])
     names = [name for model in models for name in all_names if name.endswith(f"/{model}")]
@@ -147,7 +150,10 @@ def _all_metrics(groups: RunsByName) -> list[list[str]]:
 
 
 def _mean(metrics: Sequence[SummaryMetric]) -> str:
-    """Return the mean of a metric over seeds as text, with the standard deviation if the values differ."""
+    """Return the mean of a metric over seeds as text, or "-" if there are no values.
+
+    If the values differ, the text also contains the standard deviation.
+    """
     if not metrics:
         return "-"
     values, unit = [one.value for one in metrics], metrics[0].unit
@@ -159,7 +165,7 @@ def rounds_chart(groups: RunsByName, quantity: Quantity) -> Spec | None:
     """Return the chart of the values in each round. A list selects the server, or the mean over clients.
 
     Each row of the report has a line. If there are more rows than colors, only the selected row is colored. The result
-    is None if no run has at least two rounds.
+    is None if no model was tested, or if no run has at least two rounds.
     """
     rows = [
         {"line": label, "view": view, **point}
@@ -186,7 +192,10 @@ def rounds_chart(groups: RunsByName, quantity: Quantity) -> Spec | None:
 
 
 def clients_chart(groups: RunsByName, quantity: Quantity) -> Spec | None:
-    """Return the chart of the clients' final values: a tick for each client and seed, and the mean of each row."""
+    """Return the chart of the clients' final values: a tick for each client and seed, and the mean of each row.
+
+    The result is None if no client was tested.
+    """
     rows = [
         {"row": label, "client": client, "seed": run["seed"], "value": value}
         for label, runs in groups.items()
@@ -209,8 +218,8 @@ def final_metrics_chart(
 ) -> Spec | None:
     """Return the chart of forgetting against average accuracy, with a point for each row.
 
-    If the models are evaluated by another quantity, this quantity replaces the accuracy. A point is the mean over the
-    seeds of its row. The result is None if fewer than two rows have both metrics.
+    If the models are evaluated by a quantity other than accuracy, the chart shows this quantity. A point is the mean
+    over the seeds of the row. The result is None if fewer than two rows have both metrics.
     """
     rows: Points = []
     titles = [
@@ -235,7 +244,10 @@ def final_metrics_chart(
 
 
 def paper_comparison_chart(table: Table) -> Spec | None:
-    """Return the chart of measured means against the paper's values. Bars show two standard deviations over seeds."""
+    """Return the chart of measured means against the paper's values. Bars show two standard deviations over seeds.
+
+    The result is None if no value of the paper was measured.
+    """
     if not (rows := comparison_points(table)):
         return None
     kinds = [*_KINDS.values()]
@@ -280,7 +292,7 @@ def scatter(rows: Points, scale: str, look: alt.Color, shape: alt.Shape) -> Char
 
 
 def _views(record: Mapping[str, Any]) -> tuple[FloatArray, FloatArray]:
-    """Return two arrays by round: the server's value, and the mean over the tested clients. NaN without a test."""
+    """Return the server's value and the mean over the tested clients in each round. NaN in rounds without a test."""
     whole, of_clients = np.full((2, 1 + max((entry["round"] for entry in record["rounds"]), default=-1)), np.nan)
     curves_by_model = curves(record)
     if (server := curves_by_model.get("server")) is not None:

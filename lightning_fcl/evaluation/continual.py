@@ -3,11 +3,11 @@
 A *group* of test samples is a class, or a domain. A value is an accuracy, or another quantity of a module. NaN means
 that the value is not defined. The functions use these names:
 
-- ``on(groups)`` returns the values of a model on the test samples of some groups together, shape (R,). There is one
-  value for each of the R rounds in which the model was tested.
+- ``on(groups)`` and ``values_of(groups)`` return the values of a model on the test samples of some groups together,
+  shape (R,). There is one value for each of the R rounds in which the model was tested.
 - ``experience``, shape (R,), contains the number of the task (from 0) in each of these rounds.
 - ``tasks`` contains the groups of each of the T tasks.
-- ``matrix``, shape (T, T), is the result of `value_matrix`. NaN entries are left out.
+- ``matrix``, shape (T, T), is the result of `value_matrix`. NaN entries are left out of means.
 - ``t`` is the number of tasks learned.
 """
 
@@ -23,7 +23,7 @@ ValuesOf: TypeAlias = Callable[[Iterable[int]], FloatArray]
 
 
 def group_accuracy(correct: ArrayLike, totals: ArrayLike) -> ValuesOf:
-    """Return a function that computes the accuracy on some groups. It is NaN if the groups have no test samples.
+    """Return a function that computes the accuracy on some groups in each round. NaN if they have no test samples.
 
     Args:
         correct: Number of correct predictions in each round and group, shape (R, G).
@@ -39,12 +39,17 @@ def group_accuracy(correct: ArrayLike, totals: ArrayLike) -> ValuesOf:
 
 
 def metric_values(rounds: Sequence[Mapping[str, float | None]]) -> ValuesOf:
-    """Return a function that looks up a measure on groups. Each round contains the measure by `group_name`."""
+    """Return a function that looks up the values of a measure on some groups, one value for each round.
+
+    Args:
+        rounds: For each round, a mapping from names of groups, as `group_name` returns them, to values. The function
+            returns NaN for a missing value or None.
+    """
     return lambda groups: np.array([row.get(group_name(groups)) for row in rounds], dtype=np.float64)
 
 
 def group_name(groups: Iterable[int]) -> str:
-    """Return the name of several groups together in a record, for example ``0+2``."""
+    """Return the name that a record uses for several groups together, for example ``0+2``."""
     return "+".join(map(str, sorted(set(groups))))
 
 
@@ -66,8 +71,8 @@ def value_matrix(
 ) -> FloatArray:
     """Return a[t, d], the value on task d after task t, shape (T, T). Rows of tasks without a round are NaN.
 
-    Entries above the diagonal are values on tasks that the model has not learned yet. ``rounds`` selects the mean over
-    the rounds of task t, or the last of these rounds.
+    Entries above the diagonal are values on tasks that the model has not learned yet. If ``rounds`` is ``"mean"``, a
+    value is the mean over the rounds of task t. If ``"last"``, a value is from the last of these rounds.
     """
     on_task = np.stack([values_of(groups) for groups in tasks], axis=1)
     numbers = np.asarray(experience, dtype=np.int64)
@@ -79,7 +84,10 @@ def value_matrix(
 
 
 def stream_values(values_of: ValuesOf, experience: ArrayLike, tasks: Tasks) -> FloatArray:
-    """Return the value on experiences 0 to i after the last round of experience i, for each i, shape (T,)."""
+    """Return, for each experience i, the value on experiences 0 to i after the last round of experience i, shape (T,).
+
+    NaN for experiences without a round.
+    """
     numbers = np.asarray(experience, dtype=np.int64)
     result = np.full(len(tasks), np.nan)
     for i in np.unique(numbers):
@@ -94,7 +102,7 @@ def average_accuracy(matrix: ArrayLike, t: int) -> float:
     NaN if task t has not been learned.
 
     Args:
-        matrix: Accuracy on task d after task t, shape (T, T).
+        matrix: Accuracy on each task (column) after each task (row), shape (T, T).
         t: Number of tasks learned.
 
     Example:
@@ -111,7 +119,7 @@ def forgetting(matrix: ArrayLike, t: int) -> float:
     learned.
 
     Args:
-        matrix: Accuracy on task d after task t, shape (T, T).
+        matrix: Accuracy on each task (column) after each task (row), shape (T, T).
         t: Number of tasks learned.
 
     Example:
@@ -128,7 +136,7 @@ def backward_transfer(matrix: ArrayLike) -> float:
     """Return BWT: the change of the accuracy on a task from its last round to the end, mean over tasks 1..T-1.
 
     Equation 3 of Lopez-Paz and Ranzato 2017, "Gradient episodic memory for continual learning". Negative if the model
-    forgets. NaN if the last task has not been learned.
+    forgets. NaN if there is only one task, or if the last task has not been learned.
 
     Example:
         >>> backward_transfer([[1.0, 0.0], [0.25, 1.0]])
@@ -139,7 +147,9 @@ def backward_transfer(matrix: ArrayLike) -> float:
 
 
 def learning_accuracy(matrix: ArrayLike) -> float:
-    """Return LA: the accuracy on a task after its last round, mean over tasks (Riemer et al. 2019, section 5), or NaN.
+    """Return LA: the accuracy on a task after its last round, mean over the tasks (Riemer et al. 2019, section 5).
+
+    NaN if no task has been learned.
 
     Example:
         >>> learning_accuracy([[1.0, 0.0], [0.25, 0.5]])
@@ -149,7 +159,7 @@ def learning_accuracy(matrix: ArrayLike) -> float:
 
 
 def finite_mean(values: ArrayLike) -> float:
-    """Return the mean of the finite values, or NaN if there are none."""
+    """Return the mean of the finite values, or NaN if there are no finite values."""
     array = np.asarray(values, dtype=np.float64)
     array = array[np.isfinite(array)]
     return float(array.mean()) if len(array) else float("nan")

@@ -46,7 +46,7 @@ class Curve:
 
 
 def curves(record: Record, quantity: Quantity | None = None) -> dict[str, Curve]:
-    """Return the curve of each tested model by the name of the model, the server first.
+    """Return the curve of each tested model, by the name of the model. The server is first.
 
     Args:
         record: Record of the run.
@@ -72,7 +72,7 @@ def curves(record: Record, quantity: Quantity | None = None) -> dict[str, Curve]
 
 
 def matrices(record: Record, rounds: Literal["mean", "last"] = "mean") -> dict[str, FloatArray]:
-    """Return the value matrix of each model with at least two tasks, the server first.
+    """Return the value matrix of each tested model with at least two tasks, by the model's name. The server is first.
 
     The values are those of the quantity that `get_quantity` returns.
 
@@ -82,8 +82,8 @@ def matrices(record: Record, rounds: Literal["mean", "last"] = "mean") -> dict[s
             is usual in continual learning.
 
     Returns:
-        Shape (T, T): value on task d after task t. NaN in the rows of tasks without a round and in the columns of tasks
-        without a test sample.
+        Arrays of shape (T, T): value on task d (column) after task t (row). NaN in the rows of tasks without a round,
+        and in the columns of tasks without a test sample.
 
     Example:
         >>> rounds = [{"round": r, "experience": {"a": r}, "correct": {"a": [10 - 9 * r, 8 * r]}} for r in range(2)]
@@ -96,7 +96,7 @@ def matrices(record: Record, rounds: Literal["mean", "last"] = "mean") -> dict[s
 
 
 def stream_accuracies(record: Record, model: str = "server") -> FloatArray:
-    """Return the accuracy on experiences 0 to i after the last round of experience i, for each i, shape (T,).
+    """Return, for each experience i, the accuracy on experiences 0 to i after the last round of experience i.
 
     Each test sample has the same weight. A group that belongs to several experiences counts once. This is the stream
     accuracy of De Caro et al. 2023, "Decentralized plasticity in reservoir dynamical networks for pervasive
@@ -107,7 +107,7 @@ def stream_accuracies(record: Record, model: str = "server") -> FloatArray:
         model: ``"server"``, or a client's id.
 
     Returns:
-        The accuracies. NaN for an experience in whose rounds the model was not tested.
+        The accuracies, shape (T,). NaN for an experience in whose rounds the model was not tested.
 
     Raises:
         ValueError: If the record does not contain the model.
@@ -129,8 +129,9 @@ def task_curves(record: Record) -> tuple[FloatArray, FloatArray]:
     task is left out of the mean for this task.
 
     Returns:
-        NaN if no client was tested, and for the forgetting after the first task. T is the longest sequence of a client
-        with several tasks. Both arrays are empty if there is no such client.
+        Arrays with one value for each task. An entry is NaN if no client was tested after this task. The forgetting
+        after the first task is NaN. T is the largest number of tasks of a client. Both arrays are empty if no tested
+        client has at least two tasks.
 
     Example:
         >>> rounds = [{"round": r, "experience": {"a": r}, "correct": {"a": [10 - 9 * r, 8 * r]}} for r in range(2)]

@@ -28,11 +28,11 @@ from lightning_fcl.evaluation.table import Cell, Table, markdown_table
 _WIDTH, _HEIGHT, _LINE = 440, 420, 12
 
 Notes = Mapping[str, Mapping[str, str]]
-"""Notes on each method, by table column. For example, ``logits`` describes the logits that the method's loss uses."""
+"""Notes on each method, by method and table column. The note ``logits`` describes the logits in the method's loss."""
 
 
 def _of(metric: Metric, model: str) -> Callable[[Evaluation], Iterator[Score]]:
-    """Return the function of a column that contains the metric's value for one model."""
+    """Return the function of a column that contains the value of a metric for one model."""
 
     def scores(evaluation: Evaluation) -> Iterator[Score]:
         yield from (score._replace(model="") for score in metric.function(evaluation) if score.model == model)
@@ -41,7 +41,7 @@ def _of(metric: Metric, model: str) -> Callable[[Evaluation], Iterator[Score]]:
 
 
 def _per_client_and_experience(metric: Metric) -> Callable[[Evaluation], Iterator[Score]]:
-    """Return the function of a column with the total divided by (number of clients times number of experiences)."""
+    """Return the function of a column that contains the mean of a total over clients and experiences."""
 
     def scores(evaluation: Evaluation) -> Iterator[Score]:
         tasks = evaluation.record["tasks"]
@@ -124,11 +124,14 @@ _FORMATS: Mapping[Unit, tuple[str, float, int]] = {
     "s": ("", 1.0, 0),
     "rounds": ("", 1.0, 0),
 }
-"""For each unit, the end of the heading, the divisor and the number of digits."""
+"""For each unit: the text after the heading, the divisor of the values, and the number of decimals."""
 
 
 def cell_text(metric: Metric, cell: Cell) -> str:
-    """Return the mean of a cell, with its standard deviation over several seeds unless it is shown as an integer."""
+    """Return the mean of a cell as text.
+
+    The text also contains the standard deviation if the cell has several seeds and the unit is shown with decimals.
+    """
     _, divisor, digits = _FORMATS[metric.unit]
     mean, std = ((value or 0.0) / divisor for value in (cell.mean, cell.std))
     spread = f" ± {std:.{digits}f}" if cell.n > 1 and digits else ""
@@ -145,7 +148,7 @@ def leaderboard_row(run: Mapping[str, Any]) -> dict[str, float]:
 
 
 def leaderboard_table(table: Table, protocol: str, notes: Notes) -> str:
-    """Return a protocol's table in Markdown, the most accurate method first. Empty if no method was run.
+    """Return the table of a protocol in Markdown, the most accurate method first. Empty if no method was run.
 
     Args:
         table: Table with the metrics of `leaderboard_row`. The name of a row is ``PROTOCOL METHOD``.
@@ -206,7 +209,7 @@ def _against(rows: Points, cost: str, title: str, kinds: Sequence[str]) -> Chart
 
 
 def _ends(values: Sequence[float]) -> tuple[float, float]:
-    """Return the ends of an axis with a margin around the values."""
+    """Return the lower and the upper end of an axis, with a margin around the values."""
     margin = 0.08 * (max(values) - min(values)) or 0.1
     return min(values) - margin, max(values) + margin
 

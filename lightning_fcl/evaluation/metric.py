@@ -11,7 +11,7 @@ from lightning_fcl.evaluation.continual import finite_mean
 from lightning_fcl.evaluation.record import ACCURACY, Evaluation, ModelHistory, Quantity
 
 Unit: TypeAlias = Literal["", "B", "s", "uploads", "rounds"]
-"""Unit of a metric: none, bytes, seconds, or a count."""
+"""Unit of a metric: "" for no unit, bytes, seconds, or a count."""
 
 
 class Score(NamedTuple):
@@ -21,7 +21,7 @@ class Score(NamedTuple):
         model: ``"server"``, a client's id, ``"clients"`` for the mean over clients, or ``"total"`` for the whole
             federation. Empty if the metric's key contains no model.
         value: Value. NaN if it cannot be computed.
-        number: Number in place of ``{number}`` in the metric's name.
+        number: Number that replaces ``{number}`` in the metric's name.
     """
 
     model: str
@@ -34,7 +34,7 @@ class Metric:
     """A metric of a run. Results, reports, tables and listings read this description.
 
     Args:
-        name: Name in ``results.json``, without the ``/MODEL`` that follows. The name may contain ``{number}``.
+        name: Name in ``results.json``, without ``/MODEL`` at the end. The name may contain ``{number}``.
         function: Function that returns the scores of an `Evaluation`.
         direction: Direction of better values. ``"quantity"`` means the direction of the evaluated quantity.
         description: Description in one line. ``{quantity}`` is replaced by the name of the quantity: accuracy, or a
@@ -61,9 +61,9 @@ class Metric:
     title: str = ""
 
     def for_quantity(self, quantity: Quantity) -> Metric | None:
-        """Return the metric with its name, title, direction and description for a quantity.
+        """Return a copy of the metric for a quantity, or None if the metric is not defined for the quantity.
 
-        The result is None if the metric is not defined for the quantity.
+        The name, title, direction and description of the copy are those for the quantity.
         """
         name = self.name if quantity == ACCURACY or self.measure_name == "" else self.measure_name
         if name is None:
@@ -82,7 +82,7 @@ class Metric:
 
     @property
     def about(self) -> str:
-        """Description with the direction of the better values."""
+        """Description, followed by "higher is better" or "lower is better" if the direction is known."""
         ways = {"maximize": "; higher is better", "minimize": "; lower is better", "quantity": ""}
         return f"{self.description}{ways[self.direction]}"
 
@@ -92,32 +92,32 @@ class Metric:
         return self.title or self.name.replace("_", " ")
 
     def key(self, score: Score) -> str:
-        """Return the name of a score in ``results.json``."""
+        """Return the key of a score in ``results.json``."""
         name = self.name.replace("{number}", str(score.number))
         return f"{name}/{score.model}" if score.model else name
 
     def matches(self, name: str) -> bool:
-        """Return whether a name without ``/model`` is a name of this metric."""
+        """Return whether a name without ``/model`` is the metric's name, with any number in place of ``{number}``."""
         return re.fullmatch(re.escape(self.name).replace(re.escape("{number}"), r"\d+"), name) is not None
 
 
 def all_models(evaluation: Evaluation) -> list[ModelHistory]:
-    """Return the tested models: the server and clients."""
+    """Return the histories of all tested models: the server and clients."""
     return evaluation.models
 
 
 def clients(evaluation: Evaluation) -> list[ModelHistory]:
-    """Return the tested models of clients."""
+    """Return the histories of the tested models of clients."""
     return [history for history in evaluation.models if history.model != "server"]
 
 
 def task_sequences(evaluation: Evaluation) -> list[ModelHistory]:
-    """Return the tested models with at least two tasks."""
+    """Return the histories of the tested models with at least two tasks."""
     return [history for history in evaluation.models if len(history.tasks) > 1]
 
 
 def local_task_sequences(evaluation: Evaluation) -> list[ModelHistory]:
-    """Return the clients' models before aggregation, if they have at least two tasks."""
+    """Return the histories of the clients' models before aggregation, of clients with at least two tasks."""
     return [history for history in evaluation.local_models if len(history.tasks) > 1]
 
 
@@ -126,12 +126,12 @@ def per_model(
     models: Callable[[Evaluation], list[ModelHistory]] = all_models,
     number: Callable[[ModelHistory], int] = lambda history: 0,
 ) -> Callable[[Evaluation], Iterator[Score]]:
-    """Return the function of a metric. It yields a formula's value for each model, and the mean over the clients.
+    """Return the function of a metric that has one value for each model. It also yields the mean over the clients.
 
     Args:
         formula: Function that returns the value of a model. NaN if the value is not defined.
-        models: Function that returns the models with a value.
-        number: Function that returns the number in the metric's name for a model.
+        models: Function that returns the histories of the models with a value.
+        number: Function that returns, for a model, the number in the metric's name.
     """
     return per_number(lambda history: {number(history): formula(history)}, models)
 
@@ -145,7 +145,7 @@ def per_number(
     Args:
         formula: Function that returns the values of a model, by the number in the metric's name. NaN if a value is not
             defined.
-        models: Function that returns the models with values.
+        models: Function that returns the histories of the models with values.
     """
 
     def scores(evaluation: Evaluation) -> Iterator[Score]:

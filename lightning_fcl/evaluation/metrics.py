@@ -257,7 +257,7 @@ METRICS: tuple[Metric, ...] = (
 
 
 def summarize(record: Record, metrics: Sequence[Metric] | None = None) -> dict[str, float]:
-    """Compute the metrics of a run as a flat dictionary ``metric/model``, as in ``results.json``.
+    """Return the metrics of a run as a flat dictionary. The keys are ``metric/model``, as in ``results.json``.
 
     ``model`` is ``server``, a client's id, ``clients`` (mean over the clients with a value) or ``total``. Metrics that
     cannot be computed are left out, for example because the run ended before the last task.
@@ -285,7 +285,7 @@ def summarize(record: Record, metrics: Sequence[Metric] | None = None) -> dict[s
 
 
 def metrics_for(quantity: Quantity, metrics: Sequence[Metric] | None = None) -> list[Metric]:
-    """Return the metrics that are defined for a quantity, with their names for this quantity.
+    """Return a copy of each metric that is defined for a quantity, with the metric's name for the quantity.
 
     Args:
         quantity: Quantity by which the models are evaluated.
@@ -300,7 +300,7 @@ def metrics_for(quantity: Quantity, metrics: Sequence[Metric] | None = None) -> 
 
 
 def describe() -> dict[str, str]:
-    """Return the description of each metric by its name, with N in place of a number.
+    """Return the description of each metric of accuracy, by the metric's name. N in a name stands for a number.
 
     Example:
         >>> describe()["forgetting"]

@@ -31,7 +31,7 @@ Runs: TypeAlias = Sequence[Mapping[str, Any]]
 """Runs of a row: the contents of ``results.json`` of each seed."""
 
 Panels: TypeAlias = Mapping[str, Mapping[str, tuple[str, Runs]]]
-"""Lines of each panel, by the title of the panel. A line has a label, and the name and the runs of a row."""
+"""Lines of each panel, by the title of the panel. For the label of a line, the value is a row's name and runs."""
 
 # Width of a panel in pixels, by the number of columns in the grid of panels.
 _WIDTHS = {1: 640, 2: 400, 3: 280, 4: 215}
@@ -45,9 +45,10 @@ def write_figures(out: Path, figures: Sequence[Mapping[str, Any]], results_by_ro
 
     Args:
         out: Folder of the files.
-        figures: Specifications of the figures. Each specification has ``file``, the name of a PNG file, ``kind``, and
-            ``panels``. For the title of each panel, ``panels`` contains the row of each line, by the label of the line.
-            Optional are ``title`` and ``scales``, the scales of runs that get this figure. The kinds are:
+        figures: Specifications of the figures. ``file`` is the name of a PNG file. ``kind`` is the kind of the figure.
+            ``panels`` contains a mapping for each panel, by the title of the panel. The mapping contains the name of
+            the row for the label of each line. Optional are ``title`` and ``scales``, the scales of runs that get this
+            figure. The kinds are:
 
             - ``stream_accuracy``: stream accuracy of the server after each experience.
             - ``activation_density``: the densities recorded by `ActivationDensity` after the last experience. With
@@ -88,7 +89,7 @@ def _points(panels: Panels, curve: Callable[[str, Runs], Points]) -> Points:
 
 
 def _faceted(layers: Sequence[alt.Chart], panels: Panels, height: int, columns: int = 0) -> alt.FacetChart:
-    """Return the panels in a grid. All panels have the same layers and axes."""
+    """Return a chart with the panels in a grid. All panels have the same layers and axes."""
     number = len(panels)
     columns = columns or (number if number <= 3 else 2 if number == 4 else 3 if number <= 9 else 4)
     chart = alt.layer(*layers).properties(width=_WIDTHS[min(columns, 4)], height=height)
@@ -104,7 +105,7 @@ def _wrapped(name: str, letters: int = 34) -> str:
 
 
 def _names_of_equal_lines(points: Points) -> dict[str, str]:
-    """Return a label for each line. The label names all lines with equal points, which are drawn as one line."""
+    """Return a label for each line. Lines with equal points have the same label, which contains all their names."""
     points_by_line: dict[str, list[Any]] = {}
     for point in points:
         points_by_line.setdefault(point["line"], []).append({**point, "line": ""})
@@ -115,7 +116,12 @@ def _names_of_equal_lines(points: Points) -> dict[str, str]:
 
 
 def _merged(points: Points, names: dict[str, str]) -> Points:
-    """Return points with the new names of their lines. Of several lines with the same new name, the first is kept."""
+    """Return the points with new names of lines. If several lines get the same name, only the first line is kept.
+
+    Args:
+        points: Points with the name of their line.
+        names: New name of each line, by the old name.
+    """
     first = {name: line for line, name in reversed(names.items())}
     return [{**p, "line": names[p["line"]]} for p in points if first[names[p["line"]]] == p["line"]]
 
@@ -165,7 +171,7 @@ def draw_communication(panels: Panels, title: str) -> Spec:
     """Return the figure of the communication volume of each row, and of its communication time by bandwidth."""
 
     def volume(row: str, runs: Runs) -> Points:
-        """Return two stacked bars in megabytes, means over the seeds: uploads, then downloads, of all clients."""
+        """Return the stacked bars of uploads and downloads in megabytes. Values are means over the seeds."""
         upload_mb, download_mb = (
             np.mean([communication_volumes(run["record"]).sum(axis=1) for run in runs], axis=0) / 1e6
         )
@@ -175,7 +181,7 @@ def draw_communication(panels: Panels, title: str) -> Spec:
         ]
 
     def times(row: str, runs: Runs) -> Points:
-        """Return the communication time in seconds at each bandwidth, mean over the seeds. NaN for 0 seconds."""
+        """Return the communication time in seconds at each bandwidth, mean over the seeds. A time of 0 becomes NaN."""
         seconds = [[communication_time(run["record"], bandwidth) for bandwidth in BANDWIDTHS] for run in runs]
         means = zip(BANDWIDTHS, np.mean(seconds, axis=0), strict=True)
         return [{"bandwidth": bandwidth, "value": value or np.nan} for bandwidth, value in means]
@@ -224,8 +230,8 @@ def draw_volumes(panels: Panels, title: str) -> Spec:
 def draw_densities(panels: Panels, title: str, experiences: bool = False) -> Spec:
     """Return the figure of activation densities, mean over the seeds.
 
-    Each row has one line: the density after its last experience. If ``experiences``, the row of a panel has a line for
-    each experience.
+    Each row has one line: the density after the last experience of the row. If ``experiences``, each panel has one row,
+    with a line for each experience.
     """
     rows: Points = []
     for panel, lines in panels.items():

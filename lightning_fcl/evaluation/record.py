@@ -8,8 +8,8 @@ The record of `ContinualMetrics` has these entries:
 - ``rounds``: one entry for each round. It contains ``correct``, the number of correct predictions of each model in each
   group, and ``upload_bytes`` and ``download_bytes`` of each client.
 
-If a module is evaluated by other quantities than accuracy, the record contains their names and directions under
-``measures``. A round then contains their values under ``values`` instead of ``correct``.
+If a module is evaluated by quantities other than accuracy, ``measures`` contains the names and directions of these
+quantities. Each round then contains the values of these quantities under ``values`` instead of ``correct``.
 """
 
 from collections.abc import Iterable, Mapping
@@ -61,7 +61,7 @@ class Quantity:
 
     @property
     def sign(self) -> int:
-        """Factor that makes higher values better: 1 or -1."""
+        """Factor by which a value is multiplied so that higher products are better: 1 or -1."""
         return 1 if self.higher_is_better else -1
 
 
@@ -98,7 +98,7 @@ class ModelHistory:
     Args:
         model: ``"server"``, or a client's id.
         quantity: Quantity of the values.
-        values: Function that returns the value on some groups together in each test, shape (R,).
+        values: Function that returns the value on some groups together for each of the R tests, shape (R,).
         experience: Number of the experience (from 0) in each of the R tests.
         tasks: Groups of each of the T tasks.
         num_groups: Number of groups of test samples.
@@ -121,7 +121,7 @@ class ModelHistory:
 
     @cached_property
     def overall(self) -> FloatArray:
-        """Values on the whole test set, shape (R,)."""
+        """Value on the whole test set in each test, shape (R,)."""
         return self.values(range(self.num_groups))
 
     @cached_property
@@ -131,17 +131,17 @@ class ModelHistory:
 
     @cached_property
     def stream(self) -> FloatArray:
-        """Value on experiences 0 to i after the last round of experience i, for each i, shape (T,)."""
+        """Value on experiences 0 to i after the last round of experience i, for each experience i, shape (T,)."""
         return stream_values(self.values, self.experience, self.tasks)
 
     @cached_property
     def mean_matrix(self) -> FloatArray:
-        """Mean value on task d over the rounds of task t, shape (T, T)."""
+        """Value on task d (column), mean over the rounds of task t (row), shape (T, T)."""
         return value_matrix(self.values, self.experience, self.tasks, "mean")
 
     @cached_property
     def last_matrix(self) -> FloatArray:
-        """Value on task d after the last round of task t, shape (T, T)."""
+        """Value on task d (column) after the last round of task t (row), shape (T, T)."""
         return value_matrix(self.values, self.experience, self.tasks, "last")
 
 
@@ -151,7 +151,7 @@ class Evaluation:
 
     Args:
         record: Record of the run.
-        quantity: One of `get_quantities`.
+        quantity: One of the quantities that `get_quantities` returns.
     """
 
     record: Record
@@ -164,7 +164,7 @@ class Evaluation:
 
     @cached_property
     def local_models(self) -> list[ModelHistory]:
-        """Histories of the clients' models before aggregation, after the last local training of an experience."""
+        """Histories of the clients' models before aggregation, from the rounds that recorded tests of these models."""
         name = "values" if "measures" in self.record else "correct"
         rounds = [{**entry, name: entry["local"]} for entry in self.record["rounds"] if "local" in entry]
         tasks = {model: tasks for model, tasks in self.record["tasks"].items() if model != "server"}
@@ -172,9 +172,9 @@ class Evaluation:
 
 
 def truncate_record(record: Record, tasks: int) -> dict[str, Any]:
-    """Return the record of the first tasks of each client.
+    """Return a record that contains only the first tasks of each model, and the rounds of these tasks.
 
-    If rounds are removed, the values that are measured at the end of a run are removed, too.
+    If rounds are removed, the values that are measured at the end of a run are also removed.
 
     Example:
         >>> rounds = [{"round": r, "experience": {"server": r, "a": r}, "correct": {"a": [9 - r, r]}} for r in range(2)]
@@ -194,7 +194,7 @@ def truncate_record(record: Record, tasks: int) -> dict[str, Any]:
 
 
 def server_first(models: Iterable[str]) -> list[str]:
-    """Return the models, the server first and the clients in their order."""
+    """Return the names of models with the server first. The order of the clients is kept."""
     return sorted(models, key=lambda model: model != "server")
 
 

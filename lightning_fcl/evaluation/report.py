@@ -1,6 +1,6 @@
 """Report of a run: main numbers, charts, metrics of each client, settings and the recipe.
 
-A chart shows the values of the point under the mouse pointer. A chart of a single model has a list to select the model.
+Charts show the values of the point under the mouse pointer. A chart of a single model has a list to select the model.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _against(name: str, value: float | None, paper: float) -> list[str | tuple[s
 
 
 def _client_problems(record: Mapping[str, Any]) -> Iterator[list[str]]:
-    """Yield the round (from 1), the client and the problem.
+    """Yield the round (from 1), the client and the reason of each problem of a client.
 
     Problems are dropped uploads, non-finite losses, and clients that several nodes claim.
     """
@@ -123,10 +123,10 @@ def _totals(metrics: Mapping[str, float], quantities: Sequence[Quantity]) -> lis
 
 
 def overview_chart(record: Record, curves_by_model: Curves) -> Spec | None:
-    """Return the chart of the server and of the clients by round.
+    """Return the chart of the server and of the clients by round, or None if no model was tested.
 
-    The server has a line for the whole test set. With several tasks, it has a second line for all experiences so far.
-    The clients have a line for their mean, and bands from the worst to the best client and between the quartiles.
+    The server has a line for the whole test set and, if it has several tasks, a line for all experiences so far. The
+    clients have a line for their mean, and bands from the worst to the best client and between the quartiles.
     """
     quantity, x, spread = (
         get_quantity(record),
@@ -159,7 +159,10 @@ def overview_chart(record: Record, curves_by_model: Curves) -> Spec | None:
 
 
 def rounds_chart(record: Record, curves_by_model: Curves) -> Spec | None:
-    """Return the chart of the server's values by simulated time, or None if the run has no simulated clock."""
+    """Return the chart of the server's values by simulated time.
+
+    The result is None if the run has no simulated clock, or if the server was not tested.
+    """
     times, quantity = simulated_times(record), get_quantity(record)
     rows = [
         {**row, "seconds": float(times[row["round"] - 1])} for row in _server(record, curves_by_model) if len(times)
@@ -175,7 +178,8 @@ def rounds_chart(record: Record, curves_by_model: Curves) -> Spec | None:
 def group_chart(record: Record, curves_by_model: Curves) -> Spec | None:
     """Return the chart of the values on each group of test samples by round, for the selected model.
 
-    Up to seven groups are drawn as lines. More groups are drawn as a heat map.
+    Up to seven groups are drawn as lines. More groups are drawn as a heat map. The result is None if there are fewer
+    than two groups, or if no model was tested.
     """
     quantity, names = get_quantity(record), record["groups"]
     if not curves_by_model or len(names) < 2:
@@ -204,7 +208,10 @@ def group_chart(record: Record, curves_by_model: Curves) -> Spec | None:
 
 
 def accuracy_matrix_chart(record: Record) -> Spec | None:
-    """Return the heat map of the value on each task after each task, for the selected model."""
+    """Return the heat map of the value on each task after each task, for the selected model.
+
+    The result is None if no tested model has several tasks.
+    """
     matrix_by_model, quantity = matrices(record), get_quantity(record)
     if not matrix_by_model:
         return None
@@ -235,9 +242,10 @@ def accuracy_matrix_chart(record: Record) -> Spec | None:
 
 
 def forgetting_chart(record: Record) -> Spec | None:
-    """Return the chart of the value on each task after its last round and at the end of the run.
+    """Return the chart of the value on each task after the task's last round and at the end of the run.
 
-    The chart shows the selected model. The line between the two points of a task shows the loss or the gain.
+    The chart shows the selected model. The line between the two points of a task shows the loss or the gain. The result
+    is None if no tested model has both values.
     """
     matrix_by_model, quantity = matrices(record, rounds="last"), get_quantity(record)
     models = _first(matrix_by_model, max(map(len, matrix_by_model.values()), default=1))
@@ -266,7 +274,7 @@ def forgetting_chart(record: Record) -> Spec | None:
 def final_metrics_chart(record: Record, final_values: Sequence[tuple[str, float]]) -> Spec | None:
     """Return the chart of the final values of clients, the worst client first.
 
-    Each client has a bar. More than 60 clients are shown as a histogram.
+    Each client has a bar. More than 60 clients are shown as a histogram. The result is None for fewer than two clients.
     """
     quantity = get_quantity(record)
     rows = [{"client": model_name(model), "value": value} for model, value in final_values]
@@ -287,7 +295,10 @@ def final_metrics_chart(record: Record, final_values: Sequence[tuple[str, float]
 
 
 def communication_chart(record: Record) -> Spec | None:
-    """Return the chart of the uploads and downloads of all clients together in each round, in megabytes."""
+    """Return the chart of the megabytes that all clients together uploaded and downloaded in each round.
+
+    The result is None if there was no communication.
+    """
     sums = communication_volumes(record) / 1e6
     if not np.any(sums):
         return None
@@ -329,7 +340,7 @@ def density_charts(density_records: Mapping[str, Any], names: Sequence[str]) -> 
 
 
 def _first(models: Mapping[str, Any], values_per_model: int) -> list[str]:
-    """Return the names of the first models. A chart shows at most ``_VALUES`` values, but at least one model."""
+    """Return as many of the first models as a chart of at most ``_VALUES`` values can show, but at least one model."""
     return list(models)[: max(1, _VALUES // max(values_per_model, 1))]
 
 
@@ -365,7 +376,10 @@ def _spread(record: Record, curves_by_model: Curves) -> Points:
 
 
 def _starts(record: Record, model: str) -> Points:
-    """Return the start of each experience, as a position on the round axis, with the groups that the model learns."""
+    """Return a point for the start of each experience, with the names of the groups that the model learns.
+
+    The position on the round axis is half a round before the first round of the experience.
+    """
     starts, last = [], -1
     for entry in record["rounds"]:
         number = entry["experience"].get(model, last)

@@ -31,18 +31,18 @@ FORMAT = 1
 """Version of the format of ``results.json``."""
 
 CONFIG, LAST = "config.yaml", Path("checkpoints", "last.ckpt")
-"""Paths of the recipe and of the last checkpoint in a run folder."""
+"""Paths of the recipe and of the last checkpoint, relative to a run folder."""
 
 _RECORD, _SEAL = "record.jsonl", "files.txt"
 _WRITTEN = (LAST, _RECORD, _SEAL, "results.json", "metrics.csv", "report.html")
 
 
 class RecordFile:
-    """The file ``record.jsonl`` of a run folder. It contains the record of the run, which checkpoints do not contain.
+    """The file ``record.jsonl`` of a run folder, which contains the record of the run.
 
-    A line contains one round. If other entries of the record change, a line contains all entries except the rounds. A
-    checkpoint contains the size of the file in bytes and a SHA-256 of its lines. Lines after this size belong to rounds
-    that a resumed fit trains again.
+    A line contains one round. If other entries of the record change, a further line contains all entries except the
+    rounds. A checkpoint contains the size of the file in bytes and a SHA-256 of the lines instead of the record. Lines
+    after this size belong to rounds that a resumed fit trains again.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -57,7 +57,7 @@ class RecordFile:
         self._size, self._digest = 0, ""
 
     def extend(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Append the new entries of a record. Return the size and the SHA-256 that a checkpoint stores instead."""
+        """Append the new entries of a record. Return the size and the SHA-256 that a checkpoint stores."""
         rest, rounds = {name: value for name, value in record.items() if name != "rounds"}, record["rounds"]
         if self._number and (len(rounds) < self._number or rounds[self._number - 1] != self._last):
             # The file contains the rounds of another fit, so it is written again from the start.
@@ -77,22 +77,23 @@ class RecordFile:
         return {"bytes": self._size, "sha256": self._digest}
 
     def _take(self, data: bytes) -> None:
-        """Add lines to the size and to the digest.
+        """Update the size and the digest of the file for appended lines.
 
-        The digest of each line includes the digest before it. A hash object could not be deep-copied.
+        The digest of each line includes the digest of the lines before it. No hash object is stored, because hash
+        objects cannot be deep-copied.
         """
         self._size += len(data)
         for line in data.splitlines():
             self._digest = hashlib.sha256(self._digest.encode() + line).hexdigest()
 
     def read(self, checkpoint_record: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the record of a checkpoint.
+        """Return the record that the file contained at the time of a checkpoint.
 
         Args:
             checkpoint_record: Values that the checkpoint stores in place of the record: ``bytes`` and ``sha256``.
 
         Raises:
-            ValueError: If the file is shorter than at the time of the checkpoint, or if its lines differ.
+            ValueError: If the file is missing, is shorter than at the time of the checkpoint, or has other lines.
         """
         self._begin()
         size = self.path.stat().st_size if self.path.is_file() else 0
@@ -117,9 +118,9 @@ class RecordFile:
 
 
 def last_recorded_round(folder: Path) -> int:
-    """Return the number of the last round in ``record.jsonl`` of a run folder, or -1 if the file has no round.
+    """Return the number of the last round in ``record.jsonl`` of a run folder, or -1 if there is no round.
 
-    An incomplete last line does not count.
+    Numbers start at 0. An incomplete last line does not count.
     """
     last = -1
     with suppress(FileNotFoundError, json.JSONDecodeError), open_file(folder / _RECORD) as file:
@@ -129,7 +130,7 @@ def last_recorded_round(folder: Path) -> int:
 
 
 def write_results(folder: str | Path, results: Mapping[str, Any], indent: int | None = 1) -> Path:
-    """Write ``results.json`` of a run folder, with its format and a checksum."""
+    """Write ``results.json`` of a run folder, with the version of the format and a checksum. Return its path."""
     content = {"format": FORMAT, **results}
     text = json.dumps({**content, "checksum": _checksum(json.loads(json.dumps(content)))}, indent=indent)
     return write_atomic(Path(folder) / "results.json", text)
@@ -157,12 +158,12 @@ def _checksum(content: Mapping[str, Any]) -> str:
 
 
 def mark_complete(folder: Path, files: Iterable[Path]) -> Path:
-    """Write the checksum list that marks a run as finished."""
+    """Write the checksum list that marks a run as finished, and return the path of the list."""
     return write_checksums(folder / _SEAL, {path.relative_to(folder).as_posix(): sha256(path) for path in files})
 
 
 def is_complete(folder: Path) -> bool:
-    """Return whether a run is finished: its checksum list is valid, and all files match it."""
+    """Return whether a run is finished: its checksum list is valid, contains results.json, and matches all files."""
     try:
         digests = read_checksums(folder / _SEAL)
         is_unchanged = all(sha256(safe_join(folder, name)) == digest for name, digest in digests.items())
@@ -172,20 +173,20 @@ def is_complete(folder: Path) -> bool:
 
 
 def find_run_folder(config: Path) -> Path | None:
-    """Return the folder of the run whose recipe is the file, or None if the file is not the recipe of a run."""
+    """Return the folder of a file if the file is the recipe of a run that has started, otherwise None."""
     folder = config.parent
     has_started = (folder / "results.json").is_file() or any(folder.glob("checkpoints/*.ckpt"))
     return folder if config.name == CONFIG and has_started else None
 
 
 def clear_run(folder: Path) -> None:
-    """Remove the files of an earlier run from a folder, so that a new run does not contain them."""
+    """Remove the results and the last checkpoint of an earlier run from a folder."""
     for name in _WRITTEN:
         (folder / name).unlink(missing_ok=True)
 
 
 def write_files(folder: str | Path) -> Path:
-    """Write the files that are made from ``results.json``: ``metrics.csv``, ``report.html``, and last ``files.txt``.
+    """Write ``metrics.csv``, ``report.html`` and then ``files.txt`` from ``results.json`` of a run folder.
 
     A run that was stopped before its end gets no ``files.txt``.
 
@@ -205,7 +206,7 @@ def write_files(folder: str | Path) -> Path:
 
 
 def write_page(folder: Path, results: Mapping[str, Any]) -> Path:
-    """Write ``report.html`` of a run."""
+    """Write ``report.html`` of a run, and return the path of the file."""
     for package in ("altair", "jinja2", "vl_convert"):
         require_package(package, "draws reports")
     # The import of Altair takes a second.
@@ -217,11 +218,12 @@ def write_page(folder: Path, results: Mapping[str, Any]) -> Path:
 
 
 def write_csv(path: Path, record: Mapping[str, Any]) -> Path:
-    """Write a CSV file with a line for each model and round, and return its path.
+    """Write a CSV file with a line for each model and round (from 0), and return its path.
 
     A line contains the accuracy, the accuracy on each group, upload bytes and download bytes. If the record has
     measures, the line contains each measure in place of the accuracy. A value that was not measured is empty. If the
-    strategy has a schedule, the last column contains the simulated seconds from the start to the end of the round.
+    run has a simulated clock, the last column contains the simulated seconds from the start of the run to the end of
+    the round.
     """
     quantities, groups = get_quantities(record), record["groups"]
     columns: list[str] = []

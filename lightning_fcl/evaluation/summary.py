@@ -28,7 +28,7 @@ from lightning_fcl.evaluation.record import get_quantity
 from lightning_fcl.validation import format_names
 
 BANDWIDTHS = (1e5, 2.5e5, 5e5, 1e6, 5e6, 1e7)
-"""Bandwidths in bytes per second. The paper names 100 KB/s, 10 MB/s, and 1 MB/s, which is its own bandwidth."""
+"""Bandwidths in bytes per second. The paper names 100 KB/s and 10 MB/s, and uses 1 MB/s."""
 DIRECTIONS = ("upload_bytes", "download_bytes")
 
 
@@ -37,7 +37,7 @@ _HEADLINES = (
     (AVERAGE_ACCURACY, {"clients": "mean over clients and their tasks", "server": "server, mean over its tasks"}),
     (FORGETTING, {"clients": "mean over clients", "server": "server, mean over earlier tasks"}),
 )
-"""Metrics at the top of reports, with a note for each model. The first model with a value is shown."""
+"""Metrics at the top of reports, with a note for each model. Of these models, the first with a value is shown."""
 
 
 @dataclass(frozen=True)
@@ -100,14 +100,17 @@ def summary_metrics(results: Mapping[str, Any]) -> list[SummaryMetric]:
 
 
 def final_client_metrics(record: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """Return pairs of a client and its last value on all groups that it has learned, the worst client first."""
+    """Return the last value of each tested client on all groups that the client has learned, the worst client first.
+
+    The result contains pairs of client and value. Clients with a non-finite value are left out.
+    """
     values_by_client = {model: curve.seen_classes for model, curve in curves(record).items() if model != "server"}
     ends = [(model, float(values[-1])) for model, values in values_by_client.items() if np.isfinite(values[-1])]
     return sorted(ends, key=lambda end: get_quantity(record).sign * end[1])
 
 
 def model_name(model: str) -> str:
-    """Return the name of a model in reports."""
+    """Return the name that reports use for a model."""
     return "mean over clients" if model == "clients" else f"client {model}" if model.isdigit() else model
 
 
@@ -119,8 +122,8 @@ def task_name(record: Mapping[str, Any], model: str, task: int) -> str:
 def experience_names(record: Mapping[str, Any]) -> list[str]:
     """Return the names of the server's experiences.
 
-    A name lists the groups of the experience. If a name is longer than 24 characters or two names are equal, all names
-    are numbers.
+    The name of an experience contains the names of its groups. If a name is longer than 24 characters or two names are
+    equal, the names are the numbers from 1.
     """
     names = [", ".join(record["groups"][group] for group in groups) for groups in record["tasks"].get("server", [])]
     distinct = len(set(names)) == len(names) and max(map(len, names), default=0) <= 24
@@ -128,7 +131,7 @@ def experience_names(record: Mapping[str, Any]) -> list[str]:
 
 
 def experience_labels(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a label for each experience of several runs: its name, or its number if the names of the runs differ."""
+    """Return a label for each experience, such as "after digits". If the names of the runs differ, use numbers."""
     names = experience_names(records[0])
     numbers = [str(number + 1) for number in range(len(names))]
     if names != numbers and all(experience_names(record) == names for record in records):
@@ -159,9 +162,9 @@ def communication_volumes(record: Mapping[str, Any]) -> FloatArray:
 def communication_time(record: Mapping[str, Any], bandwidth: float) -> float:
     """Return the communication time of a run in seconds.
 
-    All clients transfer at the same time, each over its own link: first the download, then, after training, the upload.
-    A round waits for the client with the most bytes in both directions together. Latency and the bandwidth of the
-    server are ignored.
+    All clients transfer at the same time, each over its own link. A client first downloads, then trains, and then
+    uploads. A round waits for the client with the largest sum of uploaded and downloaded bytes. Latency and the
+    bandwidth of the server are ignored.
 
     Args:
         record: Record of a run.
@@ -210,7 +213,7 @@ def simulated_times(record: Mapping[str, Any]) -> FloatArray:
 
 
 def time_to(record: Mapping[str, Any], value: float, model: str = "server") -> float:
-    """Return the time to accuracy: seconds until a model first reached a value on the whole test set.
+    """Return the simulated seconds from the start of a run until a model first reached a value on the whole test set.
 
     Args:
         record: Record of a run.
@@ -218,7 +221,7 @@ def time_to(record: Mapping[str, Any], value: float, model: str = "server") -> f
         model: ``"server"``, or a client's id.
 
     Returns:
-        Simulated seconds at the end of the first such round. Infinite if there is no such round.
+        Simulated seconds at the end of the first round with this value or a better value. Infinite if there is none.
 
     Raises:
         ValueError: If the record contains no simulated seconds.

@@ -56,14 +56,17 @@ class Cell:
 
     @property
     def deviation(self) -> float:
-        """Distance between mean and paper's value, both rounded to three decimals. Infinite if either is None."""
+        """Absolute difference of the mean and the paper's value, both rounded to three decimals. Infinite if None."""
         if self.mean is None or self.paper is None:
             return float("inf")
         return abs(round(self.mean, 3) - round(self.paper, 3))
 
     @property
     def verdict(self) -> str:
-        """Agreement with the paper's value: ``near``, ``spread`` or ``outside``. Empty if the paper has no value."""
+        """Agreement with the paper's value: ``near``, ``spread`` or ``outside``. Empty if the paper has no value.
+
+        ``near``: the difference is at most `NEAR_TOLERANCE`. ``spread``: it is at most two standard deviations.
+        """
         if self.paper is None:
             return ""
         in_spread = self.n > 1 and self.deviation <= 2 * (self.std or 0.0)
@@ -72,7 +75,8 @@ class Cell:
     def text(self, name: str, mark: str = "") -> str:
         """Return the cell as text ``ours ± std (paper)``.
 
-        The text has no ± for a single seed, or if sizes in bytes are equal for all seeds.
+        The text has no ± if there are fewer than two seeds, or if a size in bytes is the same for all seeds. Without a
+        value of the paper, the text has no parentheses.
         """
         spread = f" ± {metric_number(name, self.std)}" if self.n > 1 and (self.std or not is_size(name)) else ""
         paper = f" ({metric_number(name, self.paper)})" if self.paper is not None else ""
@@ -82,7 +86,7 @@ class Cell:
 class VerdictCounts(NamedTuple):
     """Numbers of values in a table, by agreement with the paper's values.
 
-    A value is near the paper's value, within two standard deviations, or outside.
+    Each value is near the paper's value, within two standard deviations of the paper's value, or outside.
     """
 
     num_near: int
@@ -91,9 +95,10 @@ class VerdictCounts(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """Verdict on a table.
+        """Verdict on a table: whether the table reproduces the paper's values.
 
-        Reproduced: at most 10 % of the values are outside. Not reproduced: more than 50 % of the values are outside.
+        Reproduced: at most 10 % of the values are outside. Not reproduced: more than 50 % are outside. Otherwise, the
+        table is partly reproduced. Without values, the verdict is ``not compared``.
         """
         if not sum(self):
             return "not compared"
@@ -170,7 +175,7 @@ class Table:
         )
 
     def select_metrics(self, metrics: Sequence[str]) -> Table:
-        """Return the table with some metrics only, in the given order."""
+        """Return the table with only some metrics, in the given order."""
         if unknown := sorted({*metrics} - {*self.metrics}):
             raise InvalidValueError(
                 f"Expected `metrics` to be among {', '.join(self.metrics)}, but got {', '.join(unknown)}.",
@@ -183,7 +188,8 @@ class Table:
 def cells(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Cell]]:
     """Return a cell for each row and metric of some runs, as ``{row: {metric: cell}}``.
 
-    Metrics that only the paper reports have a cell without values. If a run has no recipe row, its row is its command.
+    Metrics that only the paper reports have a cell without values. A run without a recipe row is in the row of its
+    command.
     """
     rows: dict[str, dict[int, Mapping[str, Any]]] = {}
     for result in results:
@@ -210,8 +216,8 @@ def cells(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Cell]]:
 def with_tasks(table: Table, results: Mapping[str, Sequence[Mapping[str, Any]]], gains: Mapping[str, Any]) -> Table:
     """Return a table with two more metrics: the clients' average accuracy after each task, and the gain of some rows.
 
-    The gain of a row is its accuracy divided by the mean accuracy of other rows, minus 1. Gains are left out unless all
-    these rows were run.
+    The gain of a row is its accuracy divided by the mean accuracy of other rows, minus 1. Gains are left out if a row
+    of ``of`` or ``over`` was not run.
 
     Args:
         table: Table without these metrics.
@@ -230,7 +236,7 @@ def with_tasks(table: Table, results: Mapping[str, Sequence[Mapping[str, Any]]],
 
 
 def _cells(name: str, curves: Mapping[int, FloatArray], paper: Sequence[float | None] = ()) -> dict[str, Cell]:
-    """Return a cell for each task, by the name of the metric. A task without a value is left out."""
+    """Return a cell for each task, by the name of the metric after this task. Tasks without a value are left out."""
     longest = max(map(len, curves.values()), default=0)
     papers = [*paper, *[None] * longest]
     values = [
@@ -241,7 +247,7 @@ def _cells(name: str, curves: Mapping[int, FloatArray], paper: Sequence[float | 
 
 
 def write_table(folder: str | Path, table: Table) -> tuple[Path, Path]:
-    """Write ``table.json`` and ``table.md``, and return both paths. ``table.md`` has a line for each row."""
+    """Write ``table.json`` and ``table.md``, and return the paths of both files."""
     lines = [[row, *(of[n].text(n) if n in of else "-" for n in table.metrics)] for row, of in table.rows.items()]
     note = "Mean ± standard deviation over the seeds, with the paper's value in parentheses. No ± means one seed."
     note += f" Written by lightning-fcl {__version__}."
@@ -281,7 +287,7 @@ def read_table(path: str | Path) -> Table:
 
 
 def markdown_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table with aligned columns. Columns of numbers, except the first column, are right-aligned."""
+    """Return a Markdown table with aligned columns. Columns of numbers are right-aligned, except the first column."""
     columns = []
     for number, column in enumerate(zip(head, *lines, strict=True)):
         cells = [cell.replace("|", "\\|") for cell in column]
@@ -293,7 +299,7 @@ def markdown_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def metric_title(name: str) -> str:
-    """Return the heading of a metric of a model, with the symbol that papers use if there is one.
+    """Return the heading of a metric of a model. If papers use a symbol for the metric, the heading contains it.
 
     Example:
         >>> metric_title("general_accuracy/server"), metric_title("F_2/clients")
@@ -304,7 +310,7 @@ def metric_title(name: str) -> str:
 
 
 def metric_symbol(metric_name: str) -> str:
-    """Return the symbol that papers use for a metric, or its name if there is none.
+    """Return the symbol that papers use for a metric, or the metric's name if there is no symbol.
 
     Example:
         >>> metric_symbol("general_accuracy"), metric_symbol("my_metric")
