@@ -48,7 +48,7 @@ class Completion(Command):
 
 
 class _Completed(ArgumentParser):
-    """An ArgumentParser that sets the shell completion of its arguments. Parsers of subcommands have this class."""
+    """An ArgumentParser that also defines the shell completion of its arguments. Subcommands use the same class."""
 
     def add_argument(self, *names: Any, **settings: Any) -> Action:
         action, shtab = super().add_argument(*names, **settings), require_package("shtab", _FOR_WHAT)

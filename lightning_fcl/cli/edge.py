@@ -40,7 +40,7 @@ class DeviceReport(Command):
         add("--out", type=Path, help="write device.json and device.md to this folder")
 
     def run(self, options: Namespace) -> None:
-        """Print the report. Without `--input`, `--samples` or `--nodes`, the value comes from the recipe."""
+        """Print the report. Values without an option `--input`, `--samples` or `--nodes` come from the recipe."""
         from lightning_fcl.callbacks.pretrain import BaseSession
         from lightning_fcl.edge.report import device_report, report_text
         from lightning_fcl.models.quantization import fold_batchnorm
@@ -85,10 +85,11 @@ class DeviceReport(Command):
 def _get_data_sizes(parts: LoadedRecipe, required: bool) -> tuple[tuple[int, ...], int, int]:
     """Return the shape of a sample, the mean number of samples per client and round, and the clients per round.
 
-    The number of clients is taken from the round with the most clients. The participation is its upper limit.
+    The number of clients per round is the smaller of the participation and the largest number of clients in a round. If
+    the dataset is missing and not required, the result contains defaults and an empty shape.
 
     Raises:
-        MissingFileError: If ``required`` is True and the dataset is missing. If False, default values are returned.
+        MissingFileError: If the dataset is missing, and ``required`` is True.
     """
     from lightning_fcl.data.batching import round_half_up
     from lightning_fcl.edge.report import NUM_NODES, SAMPLES
@@ -151,7 +152,7 @@ class Export(Command):
         features = stream.setup_with_images()  # The exported file takes images.
 
         def inputs(rows: IntArray) -> torch.Tensor:
-            """Return at most 100 of the samples, in the format that the exported model accepts."""
+            """Return at most 100 of the samples at ``rows``, in the format that the exported model accepts."""
             x: torch.Tensor = stream.get_samples(rows[:: max(1, len(rows) // 100)][:100])[0]
             return x
 

@@ -109,7 +109,7 @@ class Fit(Command):
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a folder is the output of a fit."""
+    """Return whether a folder contains ``config.yaml``, which a fit writes to the folder of a run."""
     return folder.is_dir() and (folder / CONFIG).is_file()
 
 
@@ -132,7 +132,7 @@ def print_help(command: str) -> None:
 
 
 def _free_folder(options: Namespace) -> Path:
-    """Return the folder for the results. A number is appended to its name if the folder already contains a run."""
+    """Return the folder for the results. If the folder already contains a run, append a number to the folder's name."""
     out = options.out
     if not out:
         recipe_paths = [*map(Path, options.recipes), *(layer for layer in options.layers if isinstance(layer, Path))]
@@ -168,7 +168,7 @@ def _end(out: Path) -> str:
 
 
 class _Help(Action):
-    """An action that prints the help of the command, or the description and arguments of a class."""
+    """An argparse action that prints the help of the command, or the description and arguments of a class."""
 
     def __call__(self, parser: ArgumentParser, namespace: Namespace, values: Any, option: str | None = None) -> None:
         if values is None:
@@ -288,7 +288,10 @@ def flatten_recipe(row: Row) -> str:
 
 
 def _typed(setting: Setting) -> Setting:
-    """Return a setting whose text is converted to a number, list or dictionary, as if it was in a file."""
+    """Return a setting with its text converted to a number, list or dictionary, as if a file contained the text.
+
+    A text that is not valid JSON or YAML is not converted.
+    """
     text = setting.value
     if isinstance(text, str):
         with suppress(ValueError, YAMLError):  # A text that is not a valid JSON or YAML value is not converted.
@@ -335,7 +338,7 @@ def _quoted(value: Any) -> Any:
 
 
 def _is_same(value: Any, style: Any) -> bool:
-    """Return whether a list entry in a file describes the same object: it has the same class, or is equal."""
+    """Return whether two list entries describe the same object: they have the same class, or are equal."""
     if isinstance(value, Mapping) and isinstance(style, Mapping) and "class_path" in value:
         return bool(value["class_path"] == style.get("class_path"))
     return bool(value == style)

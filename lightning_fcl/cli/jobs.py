@@ -49,7 +49,8 @@ class Job:
         recipe: The recipe.
         seed: Random seed.
         out: Folder of the run.
-        tasks: Number of first tasks to train. None for all tasks. The same run can be resumed with more tasks.
+        tasks: Number of tasks to train, starting with the first task. None for all tasks. The same run can be resumed
+            with more tasks.
     """
 
     label: str
@@ -76,7 +77,7 @@ class Job:
         """Return whether this job requests more tasks than a run has trained.
 
         Args:
-            results: Content of ``results.json`` of the run. Without ``tasks``, the run has trained all tasks.
+            results: Content of ``results.json`` of the run. If it has no ``tasks``, the run has trained all tasks.
         """
         trained: int | None = results.get("tasks")
         return trained is not None and (self.tasks is None or self.tasks > trained)
@@ -132,7 +133,7 @@ class Failure:
 
     @classmethod
     def read(cls, job: Job) -> Failure | None:
-        """Return the failure of a job, or None if the job did not fail. Old files contain only the error message."""
+        """Return the failure of a job, or None if the job did not fail. Old files contain only the message."""
         file = job.out / _FAILURE
         if not job.has_written(job.out) or not file.is_file():
             return None
@@ -148,13 +149,13 @@ class Failure:
         write_atomic(job.out / _FAILURE, yaml.safe_dump(asdict(self), sort_keys=False, allow_unicode=True, width=500))
 
     def is_like(self, other: Failure) -> bool:
-        """Return whether both failures have the same exception class and error code. False if both are unknown."""
+        """Return whether two failures have the same exception class and code. False if both values are unknown."""
         kind = (self.error, self.code)
         return any(kind) and kind == (other.error, other.code)
 
 
 def check_at_least_one(**arguments: int | None) -> None:
-    """Raise an error for an option below 1. Options that are None are not checked."""
+    """Raise ValueError if an option is below 1. Options that are None are not checked."""
     at_least(1, **{name: number for name, number in arguments.items() if number is not None})
 
 
@@ -191,7 +192,10 @@ def run_jobs(jobs: Sequence[Job], workers: int | None) -> None:
 
 @contextmanager
 def print_resume_hint_on_stop(how_to_go_on: Callable[[], str]) -> Iterator[None]:
-    """If a signal stops the command within this block, print the number of finished runs and how to resume."""
+    """Temporarily print the text of ``how_to_go_on`` if a signal stops the command.
+
+    The text contains the number of finished runs, and how to resume the remaining runs.
+    """
     stop.how_to_go_on = how_to_go_on
     try:
         yield
@@ -213,7 +217,7 @@ def run_parallel(
 
     Raises:
         InvalidStateError: If a worker process was killed.
-        Stopped: If this process received a signal. The workers have then ended.
+        Stopped: If this process received a signal. All workers are ended before.
     """
     workers = min(workers or os.cpu_count() or 1, len(jobs))
     if workers <= 1:
@@ -276,7 +280,7 @@ def run_job(job: Job) -> None:
 
 
 def start_job(job: Job) -> None:
-    """Delete an earlier run of another job from the folder of a job, and write the fingerprint."""
+    """Delete the files of an earlier run from the folder of a job, and write the fingerprint of the job."""
     shutil.rmtree(job.out / "checkpoints", ignore_errors=True)
     clear_run(job.out)
     (job.out / _FAILURE).unlink(missing_ok=True)

@@ -40,7 +40,7 @@ def public_summaries(package: str, base: str = "") -> dict[str, str]:
 
 
 def _modules_of_names(package: str) -> dict[str, str]:
-    """Return the module of each public name of a package. The stub is read if there is one, otherwise the source."""
+    """Return the module of each public name of a package, read from the stub, or from the source if there is none."""
     source = _source_file(package)
     stub = source.with_suffix(".pyi")
     modules: dict[str, str] = {}

@@ -32,11 +32,11 @@ from lightning_fcl.validation import did_you_mean
 
 
 class Command(ABC):
-    """A subcommand. The first paragraph of its docstring is the description in the help. The rest is the epilog.
+    """A subcommand. In the help, the first paragraph of a subclass's docstring is the description, the rest the epilog.
 
     Attributes:
         takes_settings: Whether the command accepts settings of a recipe, such as ``--data.batch_size 16``.
-        forwards_arguments: Values of the first argument for which all other arguments go to another program.
+        forwards_arguments: Values of the first argument for which all other arguments are passed to another program.
     """
 
     takes_settings: ClassVar[bool] = False
@@ -52,7 +52,7 @@ class Command(ABC):
 
         Args:
             options: Parsed arguments. ``options.words`` contains the words of the command line. ``options.layers``
-                contains the files and settings of a recipe among these words.
+                contains the files and settings of a recipe that these words specify.
         """
 
 
@@ -107,7 +107,7 @@ A `class_path` can name a class in a file of the working directory, as in my_mod
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command line and exit with its status."""
+    """Run a command line. If the command fails or is stopped, exit with a status other than 0."""
     _open_standard_streams()
     try:
         try:
@@ -201,7 +201,7 @@ def _run_command(arguments: Sequence[str] | None) -> None:
 
 
 def _open_standard_streams() -> None:
-    """Open the null device in place of each closed standard stream, so that no other file gets this descriptor."""
+    """Open the null device for each closed standard stream, so that no other file gets the stream's descriptor."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             mode = "w" if number else "r"
@@ -226,7 +226,7 @@ def _set_matplotlib_folder() -> None:
 
 
 def _drop_output() -> None:
-    """Redirect the remaining output to the null device. Otherwise Python fails to write it when the process ends."""
+    """Redirect the remaining output to the null device. Otherwise, writing this output fails when the process ends."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -273,7 +273,7 @@ def _write_traceback(error: Exception, words: Sequence[str]) -> str:
 
 
 def _origin(error: Exception) -> traceback.FrameSummary:
-    """Return the last frame of a traceback in a file of the user, or the last frame if there is no such frame."""
+    """Return the last frame of an error's traceback in a file of the user. Without such a frame, return the last."""
     frames = traceback.extract_tb(error.__traceback__)
     installed = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")] + [
         str(Path(__file__).parents[1])
@@ -287,7 +287,7 @@ def _origin(error: Exception) -> traceback.FrameSummary:
 
 
 def _without_secrets(text: str, words: Sequence[str]) -> str:
-    """Return a text in which the secrets of the command line and its recipes are replaced by names of variables."""
+    """Return a text with names of variables in place of the secrets of a command line and of the recipes in it."""
     secrets = words_without_secrets(words)[1]
     for word in words:
         path = Path(word.partition("=")[2] if word.startswith("--config=") else word)

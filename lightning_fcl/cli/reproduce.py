@@ -65,7 +65,7 @@ class Reproduce(Command):
         """Train the recipes of a paper and write its table. Finished runs and reusable runs are not trained again.
 
         The table contains the metrics with a value in the paper, and the metrics listed in ``rows.yaml``. If there are
-        none, the table contains all metrics.
+        no such metrics, the table contains all metrics of the runs.
         """
         paper, seeds, scale, workers = options.paper, options.seeds, options.scale, options.workers
         folder = paper_folder(paper)
@@ -114,7 +114,7 @@ def run_rows(
         row_names: Rows to train. None for all rows.
         scale: Scale of the runs.
         seeds: Number of seeds.
-        tasks: Number of first tasks to train. None for all tasks.
+        tasks: Number of tasks to train, starting with the first task. None for all tasks.
         out: Output folder.
         workers: Number of processes. None for one process per CPU core.
         only_finished: Whether to return only finished runs, without training.
@@ -148,7 +148,7 @@ def run_rows(
 def _command(
     paper: str, scale: str, seeds: int, rows: str | None, tasks: int | None, only_finished: bool = False
 ) -> str:
-    """Return the command line that reproduces the table."""
+    """Return the command line that reproduces the table of a paper with these options."""
     words = ["--rows", rows] if rows else []
     words += ["--scale", scale] if scale != "paper" else []
     words += ["--tasks", str(tasks)] if tasks else []
@@ -162,7 +162,7 @@ def _write(
     results: Mapping[str, list[dict[str, Any]]],
     figures: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Write the table and the figures, and print their paths."""
+    """Write the table, the figures and the report, and print the paths of the files."""
     # Modules that draw figures are imported here, because their import is slow.
     from lightning_fcl.evaluation.comparison import compare_page
     from lightning_fcl.evaluation.paper_figures import write_figures
@@ -204,7 +204,7 @@ def reuse_committed_runs(jobs: Sequence[Job], out: Path, committed: Path) -> Non
 
 
 def match_names(text: str | None, known_names: list[str], argument_name: str, beginnings: bool = False) -> list[str]:
-    """Return the known names in a list separated by commas, or all known names if there is no list.
+    """Return the known names that a list separated by commas selects, or all known names if there is no list.
 
     Args:
         text: The list. None for all known names.

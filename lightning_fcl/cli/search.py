@@ -106,7 +106,7 @@ class Search:
 
         Args:
             path: The search file.
-            trials: Number of trials. It overrides the number in the file.
+            trials: Number of trials, which overrides the number in the file.
             case: Case of ``variants``.
             row: Row of the ``rows.yaml`` in the same folder. The files of ``configs`` override the recipe of the row.
                 Settings of the row that are searched or fixed by the case are ignored.
@@ -203,7 +203,7 @@ class Search:
         return (dict(zip(self.space, point, strict=True)) for point in itertools.product(*points))
 
     def to_settings(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the settings of the recipe: the settings of the case, and the values of Optuna's parameters."""
+        """Return the settings of a trial: the settings of the case, and the values of Optuna's parameters."""
         return self.case_overrides | {
             key: what[[_label(choice) for choice in what].index(params[key])] if isinstance(what, list) else params[key]
             for key, what in self.space.items()
@@ -250,11 +250,11 @@ def _value(text: str, distribution: BaseDistribution) -> Any:
 
 
 def trial_recipe(settings: Mapping[str, Any], callbacks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a recipe with the settings of a trial.
+    """Return a recipe that sets the hyperparameters of a trial.
 
     Args:
         settings: Values by their dotted names.
-        callbacks: The callbacks of the recipe. The result contains all of them if a setting changes a callback.
+        callbacks: The callbacks of the recipe. The result contains all callbacks if a setting changes a callback.
     """
     recipe: dict[str, Any] = {}
     for name, value in settings.items():
@@ -265,7 +265,7 @@ def trial_recipe(settings: Mapping[str, Any], callbacks: Sequence[Mapping[str, A
 
 
 def validate_space(search: Search) -> list[dict[str, Any]]:
-    """Check that ``fit`` accepts the first value of each hyperparameter, and return the callbacks of the recipe.
+    """Check that ``fit`` accepts the first or lowest value of each hyperparameter, and return the recipe's callbacks.
 
     Raises:
         InvalidValueError: If ``fit`` rejects a setting.

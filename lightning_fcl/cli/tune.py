@@ -139,10 +139,10 @@ class Tune(Command):
 def propose(
     study: optuna.Study, search: Search, seed: int, number: int, grid: Sequence[Mapping[str, Any]]
 ) -> optuna.Trial:
-    """Return the trial with a number.
+    """Return the trial of a study with the number ``number``.
 
-    The settings depend only on the seed and the number. TPE also uses the earlier trials. With a grid, the settings are
-    the grid's point with this number.
+    The settings of the trial depend only on the seed and the number. With TPE, they also depend on the earlier trials.
+    With a grid, the settings are the point of the grid with this number.
     """
     draw = int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
     study.sampler = optuna.samplers.RandomSampler(draw)
@@ -156,7 +156,7 @@ def propose(
 
 
 def trial_jobs(search: Search, number: int, recipe: Mapping[str, Any], out: Path) -> list[Job]:
-    """Write the recipe of a trial, and return its runs.
+    """Write the recipe of a trial to the trial's folder, and return the runs of the trial, one for each seed.
 
     Raises:
         InvalidValueError: If the folder contains a run of another search.
@@ -185,7 +185,7 @@ def trial_jobs(search: Search, number: int, recipe: Mapping[str, Any], out: Path
 def iter_finished_trials(
     jobs: Mapping[int, Sequence[Job]], workers: int | None
 ) -> Iterator[tuple[int, Failure | None]]:
-    """Yield each trial when all its runs have ended, with the failure of its first failed run, or None."""
+    """Yield the number of each trial when all runs of the trial have ended, and the failure of a failed run or None."""
     numbers, failures = {job: number for number, runs in jobs.items() for job in runs}, dict[Job, Failure | None]()
     recorded_failures: dict[Job, Failure | None] = {job: None for job in numbers if is_finished(job)}
     recorded_failures |= {
@@ -202,11 +202,11 @@ def iter_finished_trials(
 
 
 def run_trial(job: Job) -> Failure | None:
-    """Run a job. If it fails, write the failure to its folder and return it.
+    """Run a job. If the job fails, write the failure to the job's folder, and return the failure.
 
     Raises:
-        OSError: If the operating system rejects an operation, for example on a full disk. This is not an error of the
-            trial, so the search stops.
+        OSError: If the operating system rejects an operation, for example on a full disk. The search then stops,
+            because the error does not depend on the trial.
     """
     import torch
 
@@ -231,7 +231,7 @@ def record_trial(
     failure: Failure | None,
     failures: dict[int, Failure],
 ) -> None:
-    """Add the objective of a trial to the study, or its failure to ``failures``.
+    """Add the objective of a trial to the study. If the trial failed, add the failure to ``failures``.
 
     Raises:
         InvalidValueError: If no trial has succeeded and the first trials all failed with errors of the same class and
@@ -326,7 +326,7 @@ def trials_figure(study: optuna.Study, search: Search) -> dict[str, Any]:
 
 
 def write_best(trial: FrozenTrial, number: int, search: Search, best_name: str, out: Path) -> Path:
-    """Write the recipe of the best trial. Comments contain the commands to train it and to reproduce its objective."""
+    """Write the recipe of the best trial, with the commands to train it and to reproduce its objective as comments."""
     path = out / "best.yaml"
     configs = shlex.join(Recipe((*search.recipe.files, path, *search.recipe.settings)).words)
     first, last = search.first_seed, search.first_seed + search.seeds - 1

@@ -47,9 +47,10 @@ def explain_parser_error(
     bases: Mapping[str, Callable[..., Any]],
     content: Mapping[str, Any],
 ) -> LightningFCLError:
-    """Return an error that names the value of a recipe that the parser rejects, and the reason.
+    """Return an error with the value of a recipe that the parser rejects, and the reason.
 
-    The recipe is compared with the parser's keys and with the annotations of the classes that it names.
+    The recipe is compared with the parser's keys, and with the annotations of the classes that the recipe names. If no
+    invalid value is found, the error contains the parser's message.
 
     Args:
         error: The parser's error.
@@ -78,7 +79,7 @@ class _Diagnosis:
         self._top = list(dict.fromkeys([*SECTIONS, *(key.partition(".")[0] for key in self._keys)]))
 
     def check(self, content: Mapping[str, Any]) -> None:
-        """Raise an error at the first invalid value of a recipe. Return without an error if all values are valid."""
+        """Raise an error at the first invalid value of a recipe, or if the recipe has no model."""
         for section, value in content.items():
             if section not in self._top:
                 raise UnknownNameError(
@@ -107,7 +108,7 @@ class _Diagnosis:
             )
 
     def _check_arguments(self, owner: str, path: str, factory: Callable[..., Any], values: Mapping[str, Any]) -> None:
-        """Check the names and types of the arguments of a class or function."""
+        """Raise an error if a name or a type is wrong in the arguments of a class or function."""
         if not isinstance(values, Mapping):
             raise InvalidTypeError(
                 f"Expected a mapping of arguments of {owner}, but got {values!r:.100}.", argument=path, value=values
@@ -145,7 +146,7 @@ class _Diagnosis:
                 )
 
     def _check_value(self, path: str, value: Any, hint: Any, default: object) -> None:
-        """Check a value against the annotation of its argument."""
+        """Raise an error if a value of an argument does not match the annotation of the argument."""
         name = path.rpartition(".")[2]
         if isinstance(value, list):
             inner = item_type(hint)
@@ -174,9 +175,9 @@ class _Diagnosis:
 
     @staticmethod
     def _check_short_names(path: str, factory: Callable[..., Any], values: Mapping[str, Any]) -> None:
-        """Raise an error for a class name without a module within the arguments of another class.
+        """Raise an error if the arguments of a class contain the name of another class without its module.
 
-        The parser does not find such a class.
+        The parser finds a nested class only by its full name.
         """
         types = argument_types(factory)
         for argument, value in values.items():
@@ -193,7 +194,7 @@ class _Diagnosis:
 
     @staticmethod
     def _check_shorthand(path: str, value: Mapping[str, Any]) -> None:
-        """Raise an error for a class name as the key of its arguments, as in ``{module.EWC: {strength: 3}}``."""
+        """Raise an error if a mapping has a class name in place of ``class_path``: ``{module.EWC: {strength: 3}}``."""
         (first, inner), *other_items = value.items() or [("", None)]
         if not other_items and ("." in str(first) or isinstance(inner, Mapping)):
             raise InvalidValueError(
@@ -205,7 +206,7 @@ class _Diagnosis:
 
     @staticmethod
     def _accepts(value: Any, hint: Any) -> bool:
-        """Return whether the parser accepts a value for an annotation."""
+        """Return whether the parser accepts a value for an annotation. True for an unsupported annotation."""
         if hint in (Any, _ANY):
             return True
         parser = ArgumentParser(exit_on_error=False, parser_mode=MODE)
@@ -301,7 +302,7 @@ def _resolve(path: str, name: object, bases: tuple[type, ...]) -> Any:
 
 
 def _may_name_class(value: object, hint: Any) -> bool:
-    """Return whether a value may be the name of a class, for an argument that accepts objects and no numbers."""
+    """Return whether a value may be the name of a class. False if the annotation accepts numbers or no objects."""
     is_name = isinstance(value, str) and all(part.isidentifier() for part in value.split("."))
     return is_name and bool(object_types(hint)) and not {int, float} & {*members(hint)}
 
@@ -313,7 +314,10 @@ def _where(module: str) -> str:
 
 
 def _known_classes(bases: Iterable[type]) -> dict[str, list[str]]:
-    """Return the full names of the imported public subclasses of ``bases``, by class name."""
+    """Return the full names of the classes ``bases`` and of their imported subclasses, by class name.
+
+    Private, local and abstract classes are left out.
+    """
     full_names: dict[str, list[str]] = {}
     classes = list(bases)
     seen_classes = set(classes)
@@ -331,7 +335,7 @@ def _described(bases: tuple[type, ...]) -> str:
 
 
 def _nearest_argument(path: str, name: str, names: Sequence[str], values: Mapping[str, Any]) -> str:
-    """Return a hint with the most similar name among the arguments of a class and of the classes in its arguments."""
+    """Return a hint with the most similar argument name of a class, or of the classes in its arguments."""
     prefix = f"{path}." if path in SECTIONS else ""
     full_names = {one: f"{prefix}{one}" for one in names}
     for argument, value in values.items():

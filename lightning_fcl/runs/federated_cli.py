@@ -106,7 +106,7 @@ class FederatedCLI(LightningCLI):
             self.parser.exit(2, f"error: {error}\n(Set LIGHTNING_FCL_TRACEBACK=1 to see the traceback.)\n")
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        """Create a parser that raises its errors, reads YAML within limits, and rejects abbreviated option names."""
+        """Create a parser that raises errors instead of exiting, limits YAML, and rejects abbreviated option names."""
         return super().init_parser(**{"exit_on_error": False, "allow_abbrev": False, "parser_mode": MODE} | kwargs)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -162,7 +162,7 @@ class FederatedCLI(LightningCLI):
         return explain_parser_error(error, keys, owners, bases, content)
 
     def _parse_ckpt_path(self) -> None:
-        """Skip a step of LightningCLI that creates objects from the hyperparameters of a checkpoint."""
+        """Do nothing. In LightningCLI, this step creates objects from the hyperparameters of a checkpoint."""
 
     def before_instantiate_classes(self) -> None:
         """Check the configuration, and replace the URL of a checkpoint by a downloaded, verified file.
@@ -191,7 +191,7 @@ class FederatedCLI(LightningCLI):
             config["ckpt_path"], config["weights_only"] = str(resolve_checkpoint(config["ckpt_path"])), True
 
     def instantiate_classes(self) -> None:
-        """Create the objects of the recipe. An error that a class raises is not wrapped in a parser error."""
+        """Create the objects of the recipe. An error that a class raises is raised without a parser error around it."""
         class_errors: list[Exception] = []
 
         def make(class_type: type, *args: Any, **kwargs: Any) -> object:
@@ -214,7 +214,7 @@ class FederatedCLI(LightningCLI):
 
     @property
     def output_folder(self) -> Path:
-        """Folder of the run: `out`, otherwise the folder of the run whose recipe is used, otherwise `runs/fit`."""
+        """Folder of the run: `out`, otherwise the folder of the run whose recipe is read, otherwise `runs/fit`."""
         config = self.config.get(self.config.get("subcommand") or "", self.config)
         if config["out"] is None:
             runs = [run for file in config.get("config") or [] if (run := find_run_folder(Path(file.relative)))]
@@ -301,7 +301,7 @@ class FederatedCLI(LightningCLI):
 
 
 class FitCLI(FederatedCLI):
-    """The command ``lightning-fcl fit``. When training starts, it prints the number of clients per round."""
+    """The command ``lightning-fcl fit``, which prints the number of clients per round when training starts."""
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         trainer = super().instantiate_trainer(**kwargs)
@@ -310,7 +310,7 @@ class FitCLI(FederatedCLI):
 
 
 def add_default_metrics(callbacks: list[Callback], eval_split: Literal["test", "validation"]) -> None:
-    """Add `ContinualMetrics` if it is missing. With ``"validation"``, evaluate on validation samples."""
+    """Add `ContinualMetrics` to the callbacks if it is missing. With ``"validation"``, it uses validation samples."""
     if not any(isinstance(callback, ContinualMetrics) for callback in callbacks):
         callbacks.append(ContinualMetrics())
     for callback in callbacks if eval_split == "validation" else ():
@@ -323,7 +323,7 @@ def as_list(callbacks: Entry | list[Entry] | None) -> list[Entry]:
 
 
 def _import_public_classes() -> None:
-    """Import the public classes: the parser resolves class names without a module only for imported classes."""
+    """Import the public classes, because the parser finds a class without its module only if it is imported."""
     for package in map(import_module, ("lightning_fcl", "lightning_fcl.callbacks", "lightning_fcl.models")):
         for name in dir(package):
             getattr(package, name)

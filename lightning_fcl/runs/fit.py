@@ -19,12 +19,12 @@ CLI = TypeVar("CLI", bound=FederatedCLI)
 
 
 def run_cli(command: str, recipe: Recipe, cli_class: type[CLI]) -> CLI:
-    """Run ``fit`` or ``test`` with a recipe, and return the command line, an instance of ``cli_class``."""
+    """Run ``fit`` or ``test`` with a recipe, and return the command line object, an instance of ``cli_class``."""
     return make_cli({"subcommand": command, command: recipe.content()}, cli_class)
 
 
 def make_cli(arguments: dict[str, Any] | list[str], kind: type[CLI], runs: bool = True) -> CLI:
-    """Return a command line from a dictionary or from words, after running its command unless ``runs`` is False."""
+    """Create a command line from a dictionary or from words, and return it. Its command is run if ``runs`` is True."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     for nothing_to_mend in (
         "LightningCLI's args parameter is intended",

@@ -86,7 +86,7 @@ def load_recipe(recipe: Recipe) -> LoadedRecipe:
 
 
 def load_trained_recipe(run: Path) -> LoadedRecipe:
-    """Return the objects of a run's recipe. The model has the state of the newest checkpoint."""
+    """Return the objects of a run's recipe. The model has the state of the newest checkpoint of the run."""
     checkpoint = load_newest_checkpoint(run)
     return load_into_recipe(load_recipe(Recipe((run / "config.yaml",))), checkpoint)
 
@@ -189,7 +189,7 @@ class _Checks(Callback):
 
 
 def _processes(strategy: object) -> int:
-    """Return the number of processes that a strategy would start, and set the strategy to a single process."""
+    """Return the number of processes that a strategy would start. Change the strategy to use a single process."""
     if not isinstance(strategy, FederatedStrategy):
         return 1
     num_processes = strategy.expected
@@ -209,7 +209,7 @@ def _samples(stream: FederatedStream) -> Any:
 
 @torch.no_grad()
 def _outputs(task: L.LightningModule, stream: FederatedStream, trainer: L.Trainer) -> str:
-    """Return the shape of a module's output for a sample.
+    """Return the shape of a module's output for a sample as text.
 
     The text is empty if the batch has no labels, or if `forward` of a custom module does not accept a sample.
     """

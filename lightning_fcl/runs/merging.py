@@ -41,13 +41,13 @@ _SECTION_CLASSES = {"data": "lightning_fcl.FederatedStream", "trainer": "lightni
 
 
 def _is_no_folder(path: str | Path) -> bool:
-    """Return whether a path exists and is not a folder. Reading a path that is not a regular file raises an error."""
+    """Return whether a path exists and is not a folder. True also for a device, for which reading raises an error."""
     return exists(path) and not isdir(path)
 
 
 @dataclass(frozen=True)
 class _Place:
-    """The place of a value in a recipe. Its annotation is resolved only when needed, because this imports classes.
+    """The place of a value in a recipe. Its annotation is resolved only when needed, because resolving imports classes.
 
     Args:
         find: Function that returns the annotation of the argument. If ``group``, it returns the class whose arguments
@@ -110,7 +110,7 @@ class _Place:
         return value, location
 
     def _file(self, name: str) -> Path | None:
-        """Return the file that a name refers to. None if there is no file, or if the argument accepts no object."""
+        """Return the file that a name refers to. None if there is no file, or if the name is the value itself."""
         folder = self.files[-1].parent if self.files else Path()
         if not (_is_no_folder(folder / name) or _is_no_folder(name)) or not (self.group or object_types(self.hint)):
             return None
@@ -135,11 +135,14 @@ class _Place:
 
 
 class _Dotted(dict[str, Any]):
-    """A dictionary from a dotted name. It is merged into the current dictionary, which a plain dictionary replaces."""
+    """A dictionary that a recipe gives as a dotted name.
+
+    A dictionary of this class is always merged into the current dictionary. A plain dictionary may replace it.
+    """
 
 
 def _nested(name: str, value: Any) -> dict[str, Any]:
-    """Return a recipe with one value, at a dotted name."""
+    """Return a recipe with one value, which has the dotted name ``name``."""
     *sections, last = name.split(".")
     nested_values = _Dotted({last: value})
     for section in reversed(sections):
@@ -277,7 +280,7 @@ def _merged_class(current_value: dict[str, Any], value: Mapping[str, Any], locat
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the name and the value of each entry. Values below a dotted name are yielded with the whole dotted name.
+    """Yield the name and the value of each entry. A value that a recipe gives with a dotted name keeps this name.
 
     jsonargparse reads ``dict_kwargs`` with dotted names.
     """
@@ -289,7 +292,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def argument_names(factory: Any) -> list[str]:
-    """Return the argument names of a class or function, including arguments that it passes on as ``**kwargs``."""
+    """Return the argument names of a class or function, including names that it accepts through ``**kwargs``."""
     from jsonargparse import ArgumentParser
 
     parser = ArgumentParser(exit_on_error=False)
@@ -326,7 +329,7 @@ def _find_entry(entries: Sequence[Any], value: Mapping[str, Any]) -> tuple[int, 
 
 
 def is_spec(value: object) -> bool:
-    """Return whether a value of a recipe describes an object by its class."""
+    """Return whether a value of a recipe describes an object: a class in ``class_path``, and only arguments besides."""
     return isinstance(value, Mapping) and "class_path" in value and {*value} <= {"class_path", *_ARGUMENTS}
 
 

@@ -39,13 +39,13 @@ def read_rows(folder: Path) -> dict[str, Any]:
 
 
 def scale_folder(recipes: Path, scale: str) -> Path:
-    """Return the folder of a scale in the folder of a paper. It contains the table, figures and committed runs."""
+    """Return the folder with the table, figures and committed runs of a paper at a scale."""
     return recipes if scale == "paper" else safe_join(recipes, scale)
 
 
 @dataclass(frozen=True)
 class RowEntry:
-    """An entry of ``rows.yaml`` for one row of a paper's table.
+    """An entry of ``rows.yaml`` that describes one row of a paper's table.
 
     Args:
         configs: Recipe files. They override the base file, which all rows share.
@@ -89,7 +89,7 @@ class Row:
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe of the files and settings. If `expected` is set, it contains the row and the paper's values."""
+        """The recipe of the files and settings. If `expected` is set, the recipe contains the row and these values."""
         recipe = Recipe((*self.configs, *self.settings))
         if self.expected is None:
             return recipe
@@ -97,7 +97,7 @@ class Row:
 
     @property
     def summary(self) -> str:
-        """First sentence of the comment in the first line of the last file. The title if this line is no comment."""
+        """First sentence of the comment in the first line of the last file. If this line is no comment, the title."""
         first = read_text(self.configs[-1]).partition("\n")[0]
         return first.removeprefix("#").strip().partition(". ")[0].rstrip(".") if first.startswith("#") else self.title
 
@@ -130,7 +130,7 @@ def paper_rows(folder: Path, rows: Sequence[str] | None, scale: str = "paper") -
 
 
 def scaled_configs(configs: Sequence[Path], scale: str) -> tuple[Path, ...]:
-    """Return the recipe files of a row and the file of a scale, which overrides them."""
+    """Return the recipe files of a row, followed by the file of a scale unless the scale is ``paper``."""
     if scale == "paper":
         return tuple(configs)
     scaling = configs[0].with_name(f"scale-{scale}.yaml")
@@ -144,7 +144,7 @@ def slug(name: str) -> str:
 
 
 def expand_grids(content: Mapping[str, Any]) -> dict[str, RowEntry]:
-    """Return all rows of a ``rows.yaml``: those in ``rows``, and those that ``grids`` generate.
+    """Return all rows of a ``rows.yaml``: the entries of ``rows``, and the rows that ``grids`` generate.
 
     An entry of ``rows`` is the name of a recipe file, or the arguments of `RowEntry`. A grid combines each of its
     ``rows`` with each change in ``with``. The title of a generated row is the name of the change and the title of the
@@ -188,7 +188,7 @@ def expand_grids(content: Mapping[str, Any]) -> dict[str, RowEntry]:
 
 
 def list_protocols(content: Mapping[str, Any]) -> dict[str, dict[str, Mapping[str, str]]]:
-    """Return the notes of the rows that each change of ``grids`` applies to. The keys are the names of the changes.
+    """Return, for each change of ``grids``, the notes of each row to which the change applies.
 
     Example:
         >>> rows = {"a": {"configs": [], "notes": {"logits": "all"}}, "b": "b.yaml"}

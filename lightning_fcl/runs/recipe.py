@@ -16,7 +16,7 @@ from lightning_fcl.validation import did_you_mean
 
 @dataclass(frozen=True)
 class Setting:
-    """A value that overrides the values of the files before it.
+    """A named value of a recipe that overrides the values of earlier files and settings.
 
     Args:
         name: Dotted name, such as ``data.partition.num_clients``. A name within a list applies to the last entry, or to
@@ -35,10 +35,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Files and settings. Later layers override the values of earlier layers.
+    """A sequence of layers. A layer is a file or a setting. Later layers override the values of earlier layers.
 
     Args:
-        layers: The files and settings.
+        layers: The files and settings in their order.
     """
 
     layers: tuple[Path | Setting, ...] = ()
@@ -68,11 +68,11 @@ class Recipe:
         return [word for pair in pairs for word in pair]
 
     def with_layers(self, *layers: Path | Setting) -> Recipe:
-        """Return the recipe with further files and settings, which override its values."""
+        """Return the recipe with further files and settings, which override the values of this recipe."""
         return replace(self, layers=(*self.layers, *layers))
 
     def with_values(self, values: Mapping[str, Any]) -> Recipe:
-        """Return the recipe with further settings, given by their dotted names."""
+        """Return the recipe with further settings, which are given as values by dotted name."""
         return self.with_layers(*(Setting(name, value) for name, value in values.items()))
 
     def content(self) -> dict[str, Any]:

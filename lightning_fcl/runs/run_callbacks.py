@@ -102,7 +102,7 @@ class StopAfterRound(Callback):
             trainer.save_checkpoint(self._checkpoint)
 
     def close(self) -> None:
-        """Stop deferring signals: from now on, a signal ends the process at once."""
+        """End the deferral of signals. After this call, a signal ends the process at once."""
         self._patience.close()
 
     def check(self, program: str, out: Path, num_finished_rounds: int, rounds: int, checkpoint: Path | None) -> None:

@@ -73,7 +73,7 @@ def variable_of(path: Path) -> str:
 
 
 def with_variables(content: Any, path: Path = ()) -> Any:
-    """Return the arguments of a class with ``${NAME}`` replaced by the values of environment variables.
+    """Return the arguments of a class. Each text ``${NAME}`` is replaced by the value of the environment variable.
 
     Raises:
         MissingValueError: If an environment variable is not set.
@@ -96,7 +96,7 @@ def with_variables(content: Any, path: Path = ()) -> Any:
 
 
 def words_without_secrets(words: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    """Return the words of a command line without secrets, and pairs of each secret and its replacement."""
+    """Return the words of a command line without secrets, and pairs of a secret and its replacement."""
     safe, replacements, option = list[str](), list[tuple[str, str]](), ""
     for word in words:
         name, equals, value = word.partition("=")
@@ -116,7 +116,7 @@ def words_without_secrets(words: Sequence[str]) -> tuple[list[str], list[tuple[s
 
 
 def text_without_secrets(text: str, secrets: Sequence[tuple[str, str]]) -> str:
-    """Return the text of a message with each secret replaced by the name of its variable."""
+    """Return the text of a message with each secret of at least four characters replaced by its variable."""
     return replace_in_text(text, [pair for pair in secrets if len(pair[0]) >= _SHORTEST])
 
 

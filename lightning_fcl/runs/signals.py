@@ -25,7 +25,7 @@ _PATIENCE = 5.0  # seconds until a child process that does not end is killed
 
 
 class Stopped(SystemExit):
-    """A command received a signal and has stopped at a safe point."""
+    """An exit of a command that received a signal and has stopped at a safe point."""
 
     def __init__(self, number: int, message: str) -> None:
         super().__init__(128 + number)
@@ -50,7 +50,7 @@ class SignalHandler:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Temporarily handle signals. Ignored signals stay ignored. Outside the main thread, do nothing."""
+        """Temporarily handle signals. Ignored signals stay ignored. Do nothing outside the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -76,7 +76,7 @@ class SignalHandler:
 
     @contextmanager
     def defer_stop(self, num_rounds: Callable[[], str]) -> Iterator[None]:
-        """Temporarily defer the first signal. ``num_rounds`` returns the message that is printed for this signal."""
+        """Temporarily defer the first signal. The result of ``num_rounds`` is printed when this signal is received."""
         previous_finish, self._finish = self._finish, num_rounds
         try:
             yield
@@ -113,13 +113,16 @@ def exit_now(number: int, message: str = "") -> NoReturn:
 
 
 def write_stderr(message: str) -> None:
-    """Write a line to stderr without its buffer, because a signal may have interrupted a write to the buffer."""
+    """Write a line directly to stderr. A signal may have interrupted a write to the buffer of stderr."""
     with suppress(OSError):
         os.write(2, f"\nlightning-fcl: {message.strip()}\n".encode())
 
 
 def shorten_thread_errors() -> None:
-    """Print an OSError in a thread as one line. TensorBoard's writer raises an OSError if the disk is full."""
+    """Install a hook that prints an OSError in a thread as one line.
+
+    For example, TensorBoard's writer raises an OSError if the disk is full.
+    """
 
     def failed(hook_arguments: threading.ExceptHookArgs) -> None:
         if isinstance(hook_arguments.exc_value, OSError):
@@ -131,9 +134,9 @@ def shorten_thread_errors() -> None:
 
 
 def end_worker_with_parent() -> None:
-    """End this worker process when its parent process ends, or on SIGTERM.
+    """Start a thread that ends this worker process when the parent process ends, or on SIGTERM.
 
-    A thread waits for both events. Python runs signal handlers only when the current call of the main thread returns.
+    A signal handler would be too slow, because it runs only when the current call of the main thread returns.
     """
     from multiprocessing import parent_process
     from multiprocessing.connection import wait

@@ -34,7 +34,7 @@ from lightning_fcl.zoo.registry import resolve_folder
 from lightning_fcl.zoo.verifying import recipe_parts
 
 MIN_CLIENTS = 3
-"""Minimum number of clients that must have samples of each class. Otherwise, statistics (sums) are not published."""
+"""Minimum number of clients with samples of each class for which statistics (sums) are published."""
 
 _TENSOR = "tensor"
 _PLAIN = "checkpoint"
@@ -42,7 +42,9 @@ _PLAIN = "checkpoint"
 
 @dataclass
 class Continuation:
-    """A published network that can continue learning. ``trainer`` and ``stream`` need the recipe's data.
+    """A published network that can continue learning.
+
+    The attributes ``trainer`` and ``stream`` need the data of the recipe.
 
     Args:
         module: The task with the published state of the server.
@@ -58,7 +60,7 @@ class Continuation:
 
     @cached_property
     def trainer(self) -> L.Trainer:
-        """A Trainer for all rounds of the recipe. It writes no files. Add a logger or callbacks to change this."""
+        """A Trainer for all rounds of the recipe. The Trainer writes no files, unless you add a logger or callbacks."""
         return self._parts.make_trainer()
 
     @cached_property
@@ -79,11 +81,11 @@ class Continuation:
 
 
 def continue_from(name: str | Path, clients: str | Path | None = None, classes: int | None = None) -> Continuation:
-    """Continue learning from the state of a published network.
+    """Return a `Continuation` that continues learning from the state of a published network.
 
     With the client states in ``clients``, the result of `Continuation.fit` is bitwise identical to the result of an
-    uninterrupted run. Without ``clients``, clients start without state. The result is then bitwise identical only if
-    the methods of the recipe keep no client state.
+    uninterrupted run. Without ``clients``, the result is bitwise identical only if the methods of the recipe keep no
+    client state.
 
     To continue with your own clients, classes or data, fit the module on another stream, with ``trainer`` or with your
     own Trainer. The module has the server's state, including the statistics of a readout. New samples are added to
@@ -94,11 +96,12 @@ def continue_from(name: str | Path, clients: str | Path | None = None, classes: 
         clients: Checkpoint of a federation with the same recipe, seed, data and round. Only the client states are
             loaded from it. None: clients start without state.
         classes: Number of new classes to learn in addition to the classes of the entry. The new labels follow the
-            labels of the entry. Only readouts that are solved by least squares support this. None: no new classes.
+            labels of the entry. Only readouts that are solved by least squares support new classes. None: no new
+            classes.
 
     Raises:
-        ValueError: If the entry cannot be continued, or does not support new classes. If its recipe is not in this
-            package. If the checkpoint in ``clients`` is of a different run.
+        ValueError: If the entry cannot be continued, or does not support new classes. If the recipe of the entry is
+            not in this package. If the checkpoint in ``clients`` is of a different run.
         FileNotFoundError: If a file is missing.
     """
     folder = resolve_folder(name, to_continue=True)
@@ -188,7 +191,7 @@ def make_continuation(checkpoint: Mapping[str, Any], recipe_parts: LoadedRecipe,
 
 
 def continuation_bytes(content: Mapping[str, Any]) -> bytes:
-    """Return the content of a safetensors file with a continuation. Its metadata contain the other values as JSON."""
+    """Return the bytes of a safetensors file with a continuation. The metadata contain other values as JSON."""
     tensors: dict[str, Tensor] = {}
     plain = json.dumps(_apart(content, tensors))
     return save(tensors, {_PLAIN: plain})
@@ -213,10 +216,10 @@ def _federation(checkpoint: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def _apart(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """Return a value that JSON can store.
+    """Return a copy of a value that JSON can store.
 
-    Tensors are copied to ``tensors`` and replaced by their names there. Mappings and tuples are encoded as dictionaries
-    with one entry, because JSON supports neither tuples nor all types of keys.
+    Tensors are copied to ``tensors``. The result contains the names of the tensors there. Mappings and tuples
+    are encoded as dictionaries with one entry, because JSON supports neither tuples nor all types of keys.
     """
     if isinstance(value, Tensor):
         name = str(len(tensors))
@@ -230,7 +233,7 @@ def _apart(value: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 def _joined(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the value that `_apart` has encoded."""
+    """Return the value that `_apart` has encoded. ``tensors`` contains the tensors that `_apart` has copied."""
     if isinstance(value, list):
         return [_joined(item, tensors) for item in value]
     if not isinstance(value, dict):

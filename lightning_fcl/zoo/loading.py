@@ -29,7 +29,7 @@ TOLERANCE = 1e-3
 
 
 class FeaturesOnly(nn.Module):
-    """A network without its head, whose outputs are the features."""
+    """A wrapper of a network that outputs the features of the network, without the head."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ def load(name: str | Path, model: nn.Module | None = None, check: bool = True) -
     Args:
         name: Name such as ``"har_cnn.ucihar.flwf2t_ft"`` for the newest version, or ``"...@1"`` for a version. A folder
             and ``"hf:organization/repository@commit"`` are also accepted.
-        model: The network, if its class is not in `lightning_fcl.models`. Its weights are replaced.
+        model: Network to load the weights into, if the class of the network is not in `lightning_fcl.models`.
         check: Whether to compare the outputs for the published input with the published outputs.
 
     Raises:
@@ -70,7 +70,7 @@ def create_model(
     features_only: bool = False,
     **arguments: Any,
 ) -> nn.Module:
-    """Create a network for training by its name in the zoo, or its class name in `lightning_fcl.models`.
+    """Create a network for training from a name in the zoo, or from a class name in `lightning_fcl.models`.
 
     Args:
         name: Name of a published network, as in `lightning_fcl.zoo.load`, or of a class in `lightning_fcl.models`.
@@ -81,7 +81,8 @@ def create_model(
         arguments: Arguments of the class in `lightning_fcl.models`.
 
     Raises:
-        ValueError: If the name is unknown, has no published weights, or does not support the number of classes.
+        ValueError: If the name is unknown or has no published weights, or if the network does not support the number of
+            classes.
 
     Example:
         >>> import torch
@@ -178,14 +179,17 @@ def load_weights(network: nn.Module, tensors: Mapping[str, Tensor], entry: Model
 
 @torch.no_grad()
 def relative_output_difference(model: PretrainedModel, published: Mapping[str, Tensor]) -> float:
-    """Return the largest difference from the published outputs, relative to the largest published output."""
+    """Return the largest difference of a model's outputs from the published outputs.
+
+    The difference is relative to the largest absolute value of the published outputs.
+    """
     actual_output = features_or_outputs(model, published["input"]).double()
     expected_output = published["output"].double()
     return float((actual_output - expected_output).abs().max() / expected_output.abs().max().clamp(min=1e-12))
 
 
 def features_or_outputs(model: PretrainedModel, x: Tensor) -> Tensor:
-    """Return the values that an entry's check compares: outputs, or features if the entry has no class names."""
+    """Return the values for the comparison with an entry: outputs, or features if the entry has no class names."""
     return model(x) if model.classes else embed_samples(model.network, x)
 
 
@@ -199,7 +203,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _with_head(network: Serializable, num_classes: int) -> nn.Module:
-    """Return the network. If its number of outputs differs from ``num_classes``, return a copy with a new head."""
+    """Return a network, or a copy with a new head if the network does not have ``num_classes`` outputs."""
     resized_config = _resized(network.init_config, num_classes)
     if resized_config == network.init_config:
         return network

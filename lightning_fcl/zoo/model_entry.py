@@ -47,7 +47,7 @@ class ModelEntry:
         recipe: Recipe that trained the network: ``paper``, ``row``, ``seed``, ``command``, and ``sha256`` of its text.
         metrics: Metrics of the network by name. Values of the paper have the prefix ``paper/``.
         limitations: Limitations, one sentence each.
-        made_with: Version of each package that the run used, and the machine.
+        made_with: Version of each package that the run used, and a description of the machine.
 
     Raises:
         ValueError: If the arguments contradict each other.
@@ -83,12 +83,12 @@ class ModelEntry:
 
     @property
     def folder(self) -> str:
-        """Name of the entry's folder, which is in the same folder as the registry file."""
+        """Name of the entry's folder. This folder is in the folder that contains the registry file."""
         return self.name if self.version == 1 else self.full_name
 
     @property
     def full_name(self) -> str:
-        """Name and version."""
+        """Name and version, as in ``"name@1"``."""
         return f"{self.name}@{self.version}"
 
 
@@ -126,7 +126,7 @@ def read_entry(config: Path) -> ModelEntry:
 
 
 def read_folder(folder: Path) -> ModelEntry:
-    """Verify the files of a folder by their checksums, and return its entry."""
+    """Verify the files of an entry's folder by checksums, and return the entry."""
     for name, digest in read_files(folder).items():
         # The file to continue from is large, and only needed to continue learning.
         if name != CONTINUE or (folder / name).exists():
@@ -135,7 +135,7 @@ def read_folder(folder: Path) -> ModelEntry:
 
 
 def read_files(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of each file of an entry."""
+    """Return the listed SHA-256 of each file in an entry's folder, by file name. The files are not verified."""
     path = folder / CHECKSUMS_FILE
     if not path.is_file():
         raise MissingFileError(

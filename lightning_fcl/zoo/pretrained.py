@@ -104,10 +104,10 @@ class PretrainedModel(nn.Module):
     def predict(
         self, x: Any, sampling_rate_hz: float | None = None, units: Sequence[str] | str | None = None
     ) -> list[Prediction]:
-        """Predict the class of each sample. The arguments are those of `preprocess`: ``sampling_rate_hz`` is ``rate``.
+        """Predict the class of each sample. The arguments are those of `preprocess`. ``sampling_rate_hz`` is ``rate``.
 
-        The probabilities of a least-squares readout are its outputs, clipped at 0 and divided by their sum. They are
-        estimates and not calibrated. If a readout has outputs for each time step, the mean over time steps is used.
+        The probabilities of a least-squares readout are the outputs, clipped at 0 and divided by their sum. These
+        probabilities are not calibrated. If a readout has outputs for each time step, the mean over time steps is used.
 
         Raises:
             ValueError: If the samples do not match the entry, or the entry has no class names.
@@ -128,7 +128,7 @@ class PretrainedModel(nn.Module):
 
     @torch.no_grad()
     def embed(self, x: Any, sampling_rate_hz: float | None = None, units: Sequence[str] | str | None = None) -> Tensor:
-        """Return the features of raw samples, shape (n, features). The arguments are described in `predict`.
+        """Return the features of raw samples, shape (n, features). The arguments are those of `predict`.
 
         Raises:
             ValueError: If the samples do not match the entry, or the network has no features.
@@ -146,12 +146,12 @@ class PretrainedModel(nn.Module):
         return torch.where(total > 0, shares / total.clamp(min=1e-300), 1 / outputs.shape[-1])
 
     def extra_repr(self) -> str:
-        """Return name and version for printing."""
+        """Return the name and the version of the network for printing."""
         return self.entry.full_name
 
 
 def embed_samples(network: nn.Module, x: Tensor) -> Tensor:
-    """Return the features of prepared samples, shape (n, features)."""
+    """Return a network's features of prepared samples, shape (n, features). Features of time steps are averaged."""
     embed = getattr(network, "embed", None)
     if embed is None:
         raise InvalidValueError(
@@ -164,9 +164,9 @@ def embed_samples(network: nn.Module, x: Tensor) -> Tensor:
 def read_samples(path: Path, entry: ModelEntry) -> NDArray[Any]:
     """Read raw samples of a CSV file for an entry.
 
-    For time series, a line is a time step and a column is a channel. Consecutive lines form samples of equal length,
-    and the number of lines must be a multiple of this length. If each line has all values of a sample, a line is a
-    sample. A first line without numbers is treated as a header.
+    For time series, a line is a time step and a column is a channel. Consecutive lines form samples with the number of
+    time steps of the entry. If a line contains all values of a sample, each line is a sample. A first line without
+    numbers is treated as a header.
 
     Returns:
         An array of shape (n, ...), as accepted by `PretrainedModel.predict`.

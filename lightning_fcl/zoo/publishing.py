@@ -57,19 +57,19 @@ ENERGY_METRIC = "energy_mj/learnt sample"
 """Energy in mJ to learn from one sample on the default device of `lightning-fcl edge-report`."""
 
 LOST = 1e-3
-"""Largest change of the test accuracy for which weights are stored in half precision by default."""
+"""Largest change of the test accuracy by half precision for which half precision is the default."""
 
 
 @runtime_checkable
 class ExportsNetwork(FederatedModule, Protocol):
-    """A task that can export a plain network with the same class predictions."""
+    """A task that can export a plain network that predicts the same classes as the task."""
 
     @property
     def output_kind(self) -> OutputKind:
-        """Kind of the outputs."""
+        """Kind of the outputs of the exported network."""
 
     def to_network(self) -> nn.Module:
-        """Return the network."""
+        """Return the plain network."""
 
 
 def publish(
@@ -195,7 +195,7 @@ def publish(
 
 
 def _energy(parts: LoadedRecipe, shape: Sequence[int]) -> dict[str, float]:
-    """Return the metric for the energy in mJ to learn from one sample. Empty if a layer cannot be counted."""
+    """Return the energy in mJ to learn from one sample, as a metric by name. Empty if a layer cannot be counted."""
     with suppress(ValueError):
         report = device_report(parts.model, shape, reductions=parts.strategy.settings.rules)
         if not report["uncounted"]:
@@ -204,7 +204,7 @@ def _energy(parts: LoadedRecipe, shape: Sequence[int]) -> dict[str, float]:
 
 
 def _private(parts: LoadedRecipe) -> bool:
-    """Return whether a part of the network is client-local, or its outputs depend on the task of a sample."""
+    """Return whether a part of the network is client-local, or the outputs depend on the task of a sample."""
     if isinstance(parts.model, Classifier) and parts.model.task_incremental:
         return True
     reductions = get_reductions(parts.model, parts.strategy.settings.rules)
@@ -212,7 +212,10 @@ def _private(parts: LoadedRecipe) -> bool:
 
 
 def _tensors(network: nn.Module, half: bool) -> dict[str, Tensor]:
-    """Return a network's tensors for a file, without tensors of packages. If ``half``, convert to half precision."""
+    """Return a network's tensors for a file, without tensors that installed packages provide.
+
+    If ``half``, single-precision tensors are converted to half precision.
+    """
     packaged = packaged_state(network)
     return {
         name: (value.half() if half and value.dtype == torch.float32 else value).contiguous()
@@ -222,7 +225,7 @@ def _tensors(network: nn.Module, half: bool) -> dict[str, Tensor]:
 
 
 def _write(network: nn.Module, entry: ModelEntry, continuation: dict[str, Any] | str, registry_folder: Path) -> Path:
-    """Write an entry's folder next to a registry atomically, add it to the registry, and return the folder."""
+    """Write an entry's folder atomically into a registry's folder, register the entry, and return the new folder."""
     if isinstance(continuation, str):
         entry = replace(entry, recipe={**entry.recipe, "ends": continuation})
     folder, partial = safe_join(registry_folder, entry.folder), safe_join(registry_folder, f".{entry.folder}.part")
@@ -250,7 +253,7 @@ def _write(network: nn.Module, entry: ModelEntry, continuation: dict[str, Any] |
 
 
 def metric_spread(entry: ModelEntry) -> dict[str, tuple[float, float, int]]:
-    """Return mean, standard deviation and number of seeds of each metric in the recipe's row of the committed table."""
+    """Return mean, standard deviation and number of seeds of each metric, from the committed table of the recipe."""
     return {
         name: (cell.mean, cell.std, cell.n)
         for name, cell in _table_row(entry.recipe).items()
@@ -259,7 +262,7 @@ def metric_spread(entry: ModelEntry) -> dict[str, tuple[float, float, int]]:
 
 
 def _table_row(recipe: Mapping[str, Any]) -> Mapping[str, Cell]:
-    """Return the cells of the recipe's row in the committed table, by metric. Empty if there is no such row."""
+    """Return the cells of a recipe's row in the committed table of the paper, by metric. Empty without such a row."""
     paper, row, configs = (recipe.get(key) for key in ("paper", "row", "configs"))
     if not (paper and configs):
         return {}

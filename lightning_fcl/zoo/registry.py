@@ -45,7 +45,7 @@ _REPOSITORY = re.compile(r"hf:(?P<repository>[\w.-]+/[\w.-]+)(@(?P<commit>[0-9a-
 
 
 class RepoHead(NamedTuple):
-    """Newest commit of a repository, and its entry. The entry is None if the repository is empty."""
+    """Newest commit of a repository, and the entry in this commit. The entry is None if the repository has no entry."""
 
     repository: str
     commit: str
@@ -76,7 +76,7 @@ def download_from_hub(name: str, to_continue: bool) -> Path:
 
 
 def get_repo_head(name: str) -> RepoHead:
-    """Return the newest commit of a repository such as ``"hf:organization/repository"``. Create it if it is missing."""
+    """Return the newest commit of a repository ``"hf:organization/repository"``. Create the repository if needed."""
     parts = _REPOSITORY.fullmatch(name)
     if parts is None or parts["commit"] is not None:
         raise InvalidValueError(
@@ -93,7 +93,11 @@ def get_repo_head(name: str) -> RepoHead:
 
 
 def upload(folder: Path, head: RepoHead, message: str) -> str:
-    """Replace a repository's files by the files of a folder, in one commit after ``head``. Return the new name."""
+    """Replace a repository's files by the files of a folder, in one commit after ``head``.
+
+    Returns:
+        Name of the network with the new commit, as in ``"hf:organization/repository@..."``.
+    """
     files = [CHECKSUMS_FILE, *FILES]
     with _speaking(f"upload {folder.name} to {head.repository}", _LOG_IN) as hub:
         commit = hub.HfApi().upload_folder(
@@ -112,7 +116,7 @@ _LOG_IN = "Log in with `hf auth login` and a token with write access, and try ag
 
 @contextmanager
 def _speaking(action: str, remedy: str) -> Iterator[Any]:
-    """Yield the library of the hub. Its errors, except disk errors, are converted to ConnectionFailedError."""
+    """Yield the package ``huggingface_hub``. Errors in the block, except disk errors, become ConnectionFailedError."""
     for_what = "connects to the Hugging Face hub"
     hub, cache = (
         require_package("huggingface_hub", for_what),
@@ -163,7 +167,10 @@ class RegistryEntry:
         return self._entry(self._bring((CONFIG,)))
 
     def download(self, to_continue: bool = False) -> Path:
-        """Download missing files, verify all files, and return their folder: next to the registry, or in the cache."""
+        """Download missing files, verify all files, and return the folder with the files.
+
+        The folder is in the folder of the registry, or in the cache.
+        """
         folder = self._bring(FILES if to_continue else [name for name in FILES if name != CONTINUE])
         self._entry(folder)
         return folder
@@ -207,7 +214,7 @@ class RegistryEntry:
 
 
 def list_models(pattern: str = "*", pretrained: bool = True) -> list[str]:
-    """Return the names of published networks in alphabetical order.
+    """Return the names of published networks, or of network classes, in alphabetical order.
 
     Args:
         pattern: Shell-style pattern, such as ``"*har*"``.
@@ -225,7 +232,10 @@ def list_models(pattern: str = "*", pretrained: bool = True) -> list[str]:
 
 
 def list_published(pattern: str = "*") -> dict[str, RegistryEntry]:
-    """Return the newest version of each name in alphabetical order. The first registry with a name takes precedence."""
+    """Return the newest version of each published network, by name in alphabetical order.
+
+    If several registries contain a name, the first registry is used.
+    """
     newest: dict[str, RegistryEntry] = {}
     for registry in registries():
         newest = {entry.name: entry for entry in sorted(registry, key=lambda entry: entry.version)} | newest
@@ -233,7 +243,7 @@ def list_published(pattern: str = "*") -> dict[str, RegistryEntry]:
 
 
 def resolve_folder(name: str | Path, to_continue: bool = False) -> Path:
-    """Return the local folder of an entry. A path is returned without checks. The files of a name are verified."""
+    """Return the local folder of an entry. A path is returned without checks. For a name, the files are verified."""
     text = str(name)
     if isinstance(name, Path) or (os.sep in text and not text.startswith("hf:")):
         return Path(name).expanduser()
@@ -241,7 +251,7 @@ def resolve_folder(name: str | Path, to_continue: bool = False) -> Path:
 
 
 def get_entry(name: str) -> RegistryEntry:
-    """Return the entry with a name: the version in the name, otherwise the newest version."""
+    """Return the published network with a name: the version in the name, otherwise the newest version."""
     base, _, version = name.partition("@")
     for registry in registries():
         if matches := [entry for entry in registry if entry.name == base and version in ("", str(entry.version))]:
@@ -301,14 +311,14 @@ def read_registry(file: Path, url: str = "") -> list[RegistryEntry]:
 
 
 def register(folder: Path) -> None:
-    """Add an entry's folder to the registry file in the parent folder."""
+    """Add an entry to the registry file in the parent folder of the entry's folder."""
     file = folder.parent / REGISTRY
     digests = read_checksums(file) if file.is_file() else {}
     write_checksums(file, {**digests, f"{folder.name}/{CHECKSUMS_FILE}": sha256(folder / CHECKSUMS_FILE)})
 
 
 def copy_to_registry(folder: Path, registry_folder: Path) -> Path:
-    """Copy an entry's folder next to a registry, and add it to the registry. Return the new folder."""
+    """Copy the folder of an entry into the folder of a registry, and register the entry. Return the new folder."""
     entry, files = read_folder(folder), read_files(folder)
     target = safe_join(registry_folder, entry.folder)
     with disk_error_context(target):

@@ -33,7 +33,7 @@ _NO_PART = ("out", "config", "ckpt_path", "weights_only", "recipe")
 
 
 class UnknownRecipeError(UnknownNameError):
-    """The recipe of a published network is not in this package."""
+    """An error for a published network whose recipe is not in this package."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class VerificationResult:
 
 
 def verify(name: str | Path) -> VerificationResult:
-    """Compare a published network with its card, on the published input, and on its data if they are available.
+    """Compare a published network with its card, on the published input, and on the test samples if available.
 
     Args:
         name: Name or folder, as in `lightning_fcl.zoo.load`.
@@ -104,10 +104,10 @@ def test_accuracy(model: PretrainedModel, stream: FederatedStream) -> float:
 
 
 def packaged_recipe(run: Path, results: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the files, settings and SHA-256 of the package's recipe that a run has used. Empty if there is none.
+    """Return the files, settings and SHA-256 of the package's recipe that a run has used, or {} for another recipe.
 
-    The comparison ignores the recipe's name and expected numbers, the output folder, and the number of processes. The
-    result of a federation does not depend on the number of processes.
+    The comparison ignores the recipe's name and expected numbers, the output folder, and the numbers of devices and
+    nodes. The result of a federation does not depend on the number of processes.
     """
     plain = _on_any_processes(_plain(read_yaml(run / "config.yaml")))
     for candidate in _candidates(results["recipe"] or {"paper": "", "row": ""}):
@@ -133,7 +133,7 @@ def _candidates(recipe: Mapping[str, str]) -> Iterator[Recipe]:
 
 
 def recipe_parts(recipe: Mapping[str, Any], name: str, overrides: Sequence[Path | Setting] = ()) -> LoadedRecipe:
-    """Load the recipe of a published network, if the package contains an identical recipe.
+    """Return the objects of the recipe of a published network, loaded from an identical recipe of the package.
 
     Args:
         recipe: The recipe in the entry.
@@ -156,7 +156,7 @@ def recipe_parts(recipe: Mapping[str, Any], name: str, overrides: Sequence[Path 
 
 
 def _recipe_mark(recipe: Recipe) -> dict[str, Any]:
-    """Return a recipe's files, settings and SHA-256. Comments, and the section `recipe`, do not change the SHA-256."""
+    """Return the files, settings and SHA-256 of a recipe. The SHA-256 ignores comments and the section `recipe`."""
     names = [file.relative_to(recipes_folder()).as_posix() for file in recipe.files]
     content = [_plain(read_yaml(path)) for path in recipe.files]
     words = Recipe(recipe.settings).words
