@@ -33,14 +33,14 @@ _TRUTH = dict.fromkeys(("true", "yes", "on", "1", "1.0"), True) | dict.fromkeys(
 
 
 class _Names(dict[str, Any]):
-    """The names of a module. Names that only type checkers import map to `Any`."""
+    """The names of a module. A missing name maps to the built-in object with this name, or to `Any`."""
 
     def __missing__(self, name: str) -> Any:
         return vars(sys.modules["builtins"]).get(name, Any)
 
 
 def resolve_annotations(annotations: Mapping[str, Any], module: str) -> dict[str, Any]:
-    """Return the types of a module's annotations, which can be strings. Unresolvable annotations become `Any`."""
+    """Return the types of annotations of a module, which can be strings. An unresolvable annotation becomes `Any`."""
     names = _Names(vars(sys.modules[module])) if module in sys.modules else _Names()
     return {name: _resolve(hint, names) if isinstance(hint, str) else hint for name, hint in annotations.items()}
 
@@ -57,8 +57,8 @@ def _resolve(hint: str, names: _Names) -> Any:
 def field_types(kind: type) -> dict[str, Any]:
     """Return the types of a dataclass's fields.
 
-    For fields that another package declares, only annotations of numbers and choices are returned. The other types are
-    `Any`.
+    For fields that another package declares, only the types of numbers, booleans, choices and lists of them are
+    returned. The other types are `Any`.
     """
     types: dict[str, Any] = {}
     for base in reversed(kind.__mro__):
@@ -149,7 +149,7 @@ def _accepts_object(value: Any, kind: type, type_arguments: Sequence[Any]) -> bo
 
 
 def _makes_callables(kind: type, type_arguments: Sequence[Any]) -> bool:
-    """Return whether instances of a class are callable, and the class is not the return type of the annotation."""
+    """Return whether instances of a class are callable, and are not objects that the annotated function returns."""
     result = type_arguments[-1] if type_arguments else Any
     is_expected = isinstance(result, type) and issubclass(kind, result)
     return not is_expected and any("__call__" in vars(base) for base in kind.__mro__)
@@ -218,7 +218,7 @@ def describe(hint: Any, plural: bool = False) -> str:
 
 
 def literal_words(hint: Any) -> list[str]:
-    """Return the strings that an annotation accepts because of `Literal`."""
+    """Return the strings that the `Literal` members of an annotation contain."""
     return [word for one in members(hint) if get_origin(one) is Literal for word in get_args(one) if type(word) is str]
 
 
@@ -283,7 +283,7 @@ def members(hint: Any) -> Sequence[Any]:
 
 
 def item_type(hint: Any) -> Any:
-    """Return the annotation of the items of a list, or of the values of a dictionary. Return `Any` if it is unknown.
+    """Return the annotation of the items of a list, or of the values of a dictionary. Otherwise, return `Any`.
 
     Example:
         >>> item_type(int | list[str]), item_type(Mapping[str, float]), item_type(int)
@@ -327,7 +327,7 @@ def dataclass_type(hint: Any) -> type | None:
 
 
 def _convert(value: Any, target_type: Any) -> Any:
-    """Convert a string or a number to a number or a boolean. Return None if that is not possible."""
+    """Convert a string or a number to ``target_type``: int, float or bool. Return None if this is not possible."""
     if target_type is bool:
         return _TRUTH.get(str(value).lower())
     if target_type not in (int, float) or isinstance(value, bool):

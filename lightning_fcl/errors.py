@@ -34,72 +34,72 @@ class LightningFCLError(Exception):
 
 
 class InvalidValueError(LightningFCLError, ValueError):
-    """An argument, a file or a message has an invalid value."""
+    """An error for an invalid value of an argument, a file or a message."""
 
     code = "invalid-value"
 
 
 class UnknownNameError(InvalidValueError):
-    """A name is not one of the known names."""
+    """An error for a name that is not one of the known names."""
 
     code = "unknown-name"
 
 
 class MissingValueError(InvalidValueError):
-    """A required value is missing."""
+    """An error for a missing required value."""
 
     code = "missing-value"
 
 
 class DamagedFileError(InvalidValueError):
-    """A file has invalid content."""
+    """An error for a file with invalid content."""
 
     code = "damaged-file"
 
 
 class InvalidTypeError(LightningFCLError, TypeError):
-    """The type of an argument does not match its annotation."""
+    """An error for an argument whose type does not match the annotation of the argument."""
 
     code = "invalid-type"
 
 
 class InvalidStateError(LightningFCLError, RuntimeError):
-    """A call is not possible in the current state."""
+    """An error for a call that is not possible in the current state."""
 
     code = "invalid-state"
 
 
 class MissingFileError(LightningFCLError, FileNotFoundError):
-    """A file or folder does not exist."""
+    """An error for a file or folder that does not exist."""
 
     code = "missing-file"
 
 
 class FileAccessError(LightningFCLError, OSError):
-    """The operating system does not allow reading or writing a file."""
+    """An error for a file that cannot be read or written, for example without permission."""
 
     code = "file-access"
 
 
 class FileConflictError(LightningFCLError, FileExistsError):
-    """A file or folder to be written already exists with other content."""
+    """An error for a file or folder to be written that already exists with other content."""
 
     code = "file-conflict"
 
 
 class DiskFullError(FileAccessError):
-    """The disk is full, or the disk quota is reached."""
+    """An error for a full disk or a reached disk quota."""
 
     code = "no-room"
 
 
 class ConnectionFailedError(LightningFCLError, ConnectionError):
-    """A download or an upload failed."""
+    """An error for a download or an upload that failed."""
 
     code = "connection-failed"
 
 
 class MissingPackageError(LightningFCLError, ModuleNotFoundError):
-    """A required package is not installed."""
+    """An error for a required package that is not installed."""
 
     code = "missing-package"

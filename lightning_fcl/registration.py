@@ -9,8 +9,8 @@ a Trainer. Therefore, a finder on ``sys.meta_path`` waits for the import of the 
 finder is removed after that module has been imported. No finder is installed if that module has been imported before.
 
 The alternative is to put a lazy module ``lightning`` into ``sys.modules``. But other code can check ``sys.modules`` to
-find out whether Lightning is imported, and would find the lazy module. Code that reads its attributes would import
-Lightning.
+find out whether Lightning is imported, and would find the lazy module. Code that reads attributes of
+the lazy module would import Lightning.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class _StrategiesFinder(MetaPathFinder):
 
 
 class _CallingLoader(Loader):
-    """A loader that restores the module's own loader, runs the module, and then calls a function.
+    """A loader that restores the original loader of a module, runs the module, and then calls a function.
 
     Args:
         loader: Loader of the module.

@@ -44,7 +44,7 @@ def seed_all(seed: int, *key_parts: str | int) -> None:
 
 
 def make_client_keys(seed: int, clients: Sequence[str], *key_parts: str | int) -> Keys:
-    """Return a key for each client, shape (clients,). It depends only on the client's name and the other arguments."""
+    """Return a key for each client, shape (clients,). A key depends only on the name, ``seed`` and ``key_parts``."""
     return derive_keys(np.fromiter(map(_remembered, clients), dtype=np.uint64, count=len(clients)), seed, *key_parts)
 
 
@@ -54,12 +54,12 @@ def hash_names(clients: Sequence[str]) -> Keys:
 
 
 def derive_keys(names: Keys, seed: int, *key_parts: str | int) -> Keys:
-    """Return the same keys as `make_client_keys`, but from the result of `hash_names` for the clients."""
+    """Return the same keys as `make_client_keys`. ``names`` is the result of `hash_names` for the clients."""
     return _mixed(names + np.uint64(derive_seed(seed, *key_parts)))
 
 
 def random_uint64(keys: Keys, num_values: int, start: int = 0) -> Keys:
-    """Return consecutive random 64-bit numbers of each key's SplitMix64 generator, shape (keys, num_values).
+    """Return consecutive random 64-bit numbers of a SplitMix64 generator for each key, shape (keys, num_values).
 
     Args:
         keys: One key per generator.

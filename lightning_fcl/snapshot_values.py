@@ -62,7 +62,8 @@ class NamedValues:
         values: The mapping, which is modified when changes are undone or redone.
         ignored: Names of values to skip.
         saved: The values at the time of the snapshot.
-        attributes: Whether the values are attributes. For other values, such as buffers, ``redo`` has no effect.
+        attributes: Whether the values are attributes. Changes of other values, such as buffers, are not set again by
+            ``redo``.
     """
 
     prefix: str
@@ -104,9 +105,10 @@ class NamedValues:
 
 
 class ValueKind(NamedTuple):
-    """Functions that read, write, compare and copy the content of a type. Only random generators have ``seed``.
+    """Functions that read, write, compare and copy the content of values of some types.
 
-    ``can_change`` returns whether the content of a value can be overwritten.
+    ``can_change`` returns whether the content of a value can be overwritten. ``seed`` seeds a random generator, and is
+    None for other types.
     """
 
     types: type | tuple[type, ...]
@@ -131,7 +133,7 @@ class ContainerValue:
         kind: Functions for the content of the object.
         saved: Content at the time of the snapshot.
         history: Items that clients have appended to a list.
-        base: Content that counts as unchanged. If the appended items are in the list, ``saved + history``.
+        base: Content that counts as unchanged: ``saved``, or ``saved + history`` if the appended items are in the list.
         earlier: Number of items in ``history`` that were appended in earlier rounds.
     """
 
@@ -147,9 +149,12 @@ class ContainerValue:
         self.base = self.saved
 
     def load_history(self, record: ContainerValue | None) -> None:
-        """Take over the history of the previous round's snapshot, and remove its items from the list.
+        """Continue the history of the previous round, and remove the items of this history from the list.
 
-        Does nothing if the list has changed since the previous round.
+        Do nothing if there was no previous round, or if the list has changed since the previous round.
+
+        Args:
+            record: Snapshot of the same list in the previous round. None if there is no such snapshot.
         """
         if record is not None and _same_items(self.value, record.base):
             self.saved = self.base = record.saved
@@ -158,7 +163,7 @@ class ContainerValue:
             self.value[:] = self.saved
 
     def gather(self, items: list[Any]) -> None:
-        """Replace the items that were appended in this round, and write all appended items to the list."""
+        """Replace the items that were appended in this round by ``items``, and write all appended items to the list."""
         self.history[self.earlier :] = items
         self.show()
 
@@ -168,7 +173,7 @@ class ContainerValue:
         self.value[:] = self.base
 
     def commit(self) -> None:
-        """Replace the snapshot by the current content. Items that were appended to a list are added to the history."""
+        """Replace the snapshot by the current content. Items appended to a list are added to the history instead."""
         for change in self.changes():
             if change.grown:
                 change.undo()
@@ -177,7 +182,7 @@ class ContainerValue:
                 self.history, self.earlier = [], 0
 
     def changes(self) -> Iterator[Change]:
-        """Yield one change if the content differs from the base."""
+        """Yield one change if the current content differs from ``base``."""
         current_content = self.kind.read(self.value)
         if self.kind.is_equal(current_content, self.base):
             return
@@ -276,10 +281,10 @@ _KINDS = (
 
 
 def find_kind(value: object) -> ValueKind | None:
-    """Return the functions for the content of a value, or None if the value has no content that can be inspected."""
+    """Return the `ValueKind` of a value, or None if the value has no content that can be inspected."""
     return next((kind for kind in _KINDS if isinstance(value, kind.types)), None)
 
 
 def is_of(value: object, packages: tuple[str, ...]) -> bool:
-    """Return whether the class of a value, or one of its base classes, is in a module with one of these prefixes."""
+    """Return whether the class of a value, or a base class, is in a module with one of the prefixes ``packages``."""
     return any(kind.__module__.startswith(packages) for kind in type(value).__mro__)

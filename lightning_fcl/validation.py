@@ -100,7 +100,7 @@ def check_clients(setting: str, client_ids: Iterable[str], clients: Collection[s
 
 
 def require_package(module: str, for_what: str, extra: str | None = None) -> ModuleType:
-    """Import and return an optional package.
+    """Import and return a module of an optional package.
 
     Args:
         module: Name of the module to import.
@@ -147,7 +147,7 @@ def check_lightning_namespace(*objects: object) -> None:
 def warn_other_lightning() -> None:
     """Log a warning for each imported class whose direct base class is the LightningModule of `pytorch_lightning`.
 
-    A Trainer rejects an instance of this class before the strategy can check the instance.
+    A Trainer rejects an instance of the class before the strategy can check the instance.
     """
     package = sys.modules.get("pytorch_lightning")
     for kind in package.LightningModule.__subclasses__() if package is not None else ():
@@ -158,7 +158,7 @@ def warn_other_lightning() -> None:
 def _check_range(
     expected: str, arguments: Mapping[str, float], low: float, high: float = inf, is_open: bool = False
 ) -> None:
-    """Raise TypeError or ValueError if an argument is not a number, or is outside of a range.
+    """Raise TypeError if an argument is not a number, or ValueError if it is outside of a range.
 
     Args:
         expected: Description of the range for the message.
@@ -182,22 +182,22 @@ def _check_range(
 
 
 def at_least(low: float, **arguments: float) -> None:
-    """Raise ValueError if an argument is below ``low``."""
+    """Raise ValueError if an argument is below ``low``, or TypeError for an argument that is not a number."""
     _check_range(f"at least {low}", arguments, low)
 
 
 def above(low: float, **arguments: float) -> None:
-    """Raise ValueError if an argument is not above ``low``."""
+    """Raise ValueError if an argument is not above ``low``, or TypeError for an argument that is not a number."""
     _check_range(f"above {low}", arguments, low, is_open=True)
 
 
 def between(low: float, high: float, **arguments: float) -> None:
-    """Raise ValueError if an argument is outside of a closed range."""
+    """Raise ValueError if an argument is below ``low`` or above ``high``, or TypeError if it is not a number."""
     _check_range(f"between {low} and {high}", arguments, low, high)
 
 
 def unit_interval(**arguments: float) -> None:
-    """Raise ValueError if an argument is at most 0 or above 1."""
+    """Raise ValueError if an argument is at most 0 or above 1, or TypeError if it is not a number."""
     _check_range("above 0 and at most 1", arguments, 0, 1, is_open=True)
 
 
@@ -228,7 +228,7 @@ def one_of(choices: Collection[str | None], **arguments: object) -> None:
 
 
 def validated(default: Value, check: Callable[..., None], *bounds: object) -> Value:
-    """Return a dataclass field whose value `validate_fields` checks. None is not checked if it is the default.
+    """Return a dataclass field whose value `validate_fields` checks. If the default is None, None is not checked.
 
     Args:
         default: Default of the field.
@@ -240,9 +240,9 @@ def validated(default: Value, check: Callable[..., None], *bounds: object) -> Va
 
 
 def validate_fields(instance: object) -> None:
-    """Raise TypeError if a field of a dataclass does not match its annotation, or ValueError if it is out of range.
+    """Raise TypeError if a field of a dataclass does not match its annotation, or ValueError if the value is invalid.
 
-    The range is declared by `validated`. NumPy numbers are converted to Python numbers.
+    `validated` declares the check of a value, such as a range. NumPy numbers are converted to Python numbers.
     """
     kind: type = type(instance)
     types = field_types(kind)

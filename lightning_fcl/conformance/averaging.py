@@ -29,7 +29,7 @@ from lightning_fcl.models.lora import LoRA
 def register_fedavg_statement(
     claim: str, says: str = "", tasks: int = 2, rounds: int = 2, clients: int = 3, batch_size: int = 8, **arguments: Any
 ) -> None:
-    """Register the statement that a method equals FedAvg with some arguments, or on some streams."""
+    """Register the statement that the method ``claim`` equals FedAvg with some arguments, or on some streams."""
     title = says or "with " + " and ".join(f"{name} = {value}" for name, value in arguments.items())
 
     @statement(claim, f"{title}, so the result equals FedAvg" if says else f"{title} the result equals FedAvg")
@@ -172,7 +172,7 @@ def _inputs(stream: FederatedStream) -> Tensor:
 
 
 def _pooled(task: Any, stream: FederatedStream) -> tuple[Tensor, Tensor]:
-    """Return the outputs of the ridge regression on all training samples for the test samples, and these samples."""
+    """Return the test outputs of a ridge regression on all training samples, and the inputs of the test samples."""
     rows = torch.cat([torch.from_numpy(own) for current in stream.plan.train for own in current.values()])
     x, y = stream.get_samples(rows.numpy())
     with torch.no_grad():

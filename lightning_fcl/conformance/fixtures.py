@@ -24,7 +24,7 @@ Implementation = type[Method] | type[L.LightningModule]
 
 
 class NotApplicableError(Exception):
-    """A statement cannot be checked on a class. The message contains the reason."""
+    """An error for a statement that cannot be checked on a class. The message contains the reason."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ STATEMENTS: list[Statement] = []
 
 
 def statement(target: str, description: str) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
-    """Register the decorated function, which checks a class, as a statement about the method ``target``."""
+    """Return a decorator that registers a function as the check of a statement about the method ``target``."""
 
     def keep(check: Callable[[Any], None]) -> Callable[[Any], None]:
         STATEMENTS.append(Statement(target, description, check))
@@ -82,7 +82,7 @@ class SmallNet(nn.Module):
 
 
 def make_method(kind: Implementation, **arguments: Any) -> Any:
-    """Return an instance of a class. Raise NotApplicableError if the class does not accept the arguments."""
+    """Return an instance of ``kind``. Raise NotApplicableError if the class does not accept the arguments."""
     try:
         return kind(**arguments)
     except TypeError as error:
@@ -90,7 +90,7 @@ def make_method(kind: Implementation, **arguments: Any) -> Any:
 
 
 def make_rules(*methods: Method) -> dict[str, str]:
-    """Return the reductions that methods need. If a method needs client-local heads, the head is client-local."""
+    """Return the reductions that methods need: a client-local head if a method needs one, otherwise none."""
     return {"model.head.*": "local"} if any(method.needs.local_head for method in methods) else {}
 
 
@@ -131,7 +131,10 @@ def train(
     ckpt_path: str | None = None,
     **strategy: Any,
 ) -> Any:
-    """Return the task after federated training. Training is sequential unless ``max_vectorized_clients`` is given."""
+    """Train a task in a small federation, and return the task. Training is sequential by default.
+
+    Further arguments, such as ``max_vectorized_clients``, are passed to `FederatedStrategy`.
+    """
     stream, task = make_stream() if stream is None else stream, make_task() if task is None else task
     usual: dict[str, Any] = {
         "max_vectorized_clients": 1,
@@ -158,14 +161,14 @@ def train(
 
 
 def assert_same(actual: nn.Module, expected: nn.Module, description: str, tolerance: float = ROUNDING) -> None:
-    """Raise AssertionError unless two modules have the same state. A tolerance of 0 requires bitwise identity."""
+    """Raise AssertionError unless the states of two modules are equal within ``tolerance``. 0 requires equal values."""
     assert_close(actual.state_dict(), expected.state_dict(), description, tolerance)
 
 
 def assert_close(
     actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], description: str, tolerance: float = ROUNDING
 ) -> None:
-    """Raise AssertionError unless two dicts of tensors have the same names and values."""
+    """Raise AssertionError unless two dicts of tensors have the same names, and values within ``tolerance``."""
     if set(actual) != set(expected):
         raise AssertionError(f"{description}: the names of the tensors differ: {sorted(set(actual) ^ set(expected))}")
     for name, value in actual.items():

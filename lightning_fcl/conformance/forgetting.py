@@ -82,10 +82,10 @@ def _(kind: type[Method]) -> None:
 
 
 def _never_against_the_past(claim: str, **arguments: Any) -> None:
-    """Register the statement that steps do not increase the loss on replay samples, to first order.
+    """Register the statement that steps of the method ``claim`` do not increase the loss on replay samples.
 
-    The replay buffer contains all samples of the client. The statement can therefore compute the gradient on past tasks
-    without access to the buffer.
+    The check is of first order: a step must not go against the gradient on replay samples. The replay buffer contains
+    all samples of the client, so the check computes the gradient without access to the buffer.
     """
 
     @statement(claim, "no step goes against the gradient on replay samples of past tasks")

@@ -22,7 +22,7 @@ from lightning_fcl.validation import did_you_mean
 
 
 def implemented_targets(kind: Implementation) -> tuple[str, ...]:
-    """Return the names of the methods that a class implements: its ``implements``, otherwise the name of the class."""
+    """Return the names of the methods that a class implements: ``kind.implements``, otherwise the class name."""
     implements: object = getattr(kind, "implements", kind.__name__)
     if isinstance(implements, str):
         return (implements,)
@@ -33,10 +33,10 @@ def get_statements(kind: Implementation) -> list[Statement]:
     """Return the statements that a class must fulfill.
 
     Args:
-        kind: A `Method`, or a LightningModule that is created as ``kind(model, num_classes)``. Its ``implements`` is
-            the name of the method that it implements, as in ``implements = "FedProx"``. The class must then use the
-            argument names of this library. A method without ``implements`` must fulfill the statements about every
-            method.
+        kind: A `Method`, or a LightningModule that is created as ``kind(model, num_classes)``. The class
+            attribute ``implements`` names the implemented method, as in ``implements = "FedProx"``. The class must
+            use the argument names of this library. A method without ``implements`` must fulfill the statements about
+            every method.
 
     Raises:
         ValueError: If there are no statements about a method in ``implements``.
@@ -89,7 +89,7 @@ def run_statements(kind: Implementation) -> Iterator[tuple[Statement, Outcome]]:
 
 
 def get_classes(target: str, implements: str | None = None) -> list[Implementation]:
-    """Return the classes for a target: a name in this library, a Python file, or the import path of a class.
+    """Return the classes that a target names. A target is a name in this library, a Python file, or an import path.
 
     Args:
         target: The target. For a file, all methods and all classes with ``implements`` are returned.

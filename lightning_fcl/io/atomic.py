@@ -1,7 +1,8 @@
 """Atomic writes, locks and temporary folders.
 
 A file is written under a temporary name and then renamed, so that an interruption leaves no incomplete file. A process
-locks its temporary files and folders until it ends. If a process is killed, a later process reuses or removes them.
+locks its temporary files and folders until the process ends. After a process was killed, a later process reuses or
+removes the temporary files and folders.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ if sys.platform != "win32":
 
 @contextmanager
 def atomic_path(path: Path, size: int | None = None, sync: bool = True) -> Iterator[Path]:
-    """Yield a temporary path in the folder of ``path``, and rename it to ``path`` if the block raises no error.
+    """Yield a temporary path in the folder of ``path``. Rename the file to ``path`` if the block raises no error.
+
+    If the block raises an error, the temporary file is removed.
 
     Args:
         path: Path of the file.
@@ -74,7 +77,9 @@ def atomic_path(path: Path, size: int | None = None, sync: bool = True) -> Itera
 def disk_error_context(
     path: Path, size: int | None = None, remedy: str = "resume from the newest checkpoint"
 ) -> Iterator[None]:
-    """Convert an error of the disk to an error that explains why a path cannot be written and how to fix the problem.
+    """Convert a disk error in the block to an error that names the path, the reason and a fix.
+
+    Other errors are raised unchanged.
 
     Args:
         path: Path to be written.
@@ -111,8 +116,8 @@ def disk_error_context(
 def file_lock(path: Path) -> Iterator[None]:
     """Hold an exclusive lock on a path during the block. Other processes wait for the lock.
 
-    The lock file is created before the block and removed after it. Windows and some file systems do not support locks.
-    There, the block runs without a lock.
+    The lock file is created before the block and removed after it. The block runs
+    without a lock on Windows, and on file systems that do not support locks.
     """
     with disk_error_context(path):
         descriptor = _lock(path)
@@ -125,7 +130,7 @@ def file_lock(path: Path) -> Iterator[None]:
 
 
 def write_atomic(path: Path, content: str | bytes, sync: bool = True) -> Path:
-    """Write a file atomically, text in UTF-8, and return its path. See `atomic_path` for ``sync``."""
+    """Write a file atomically, and return the path. Text is encoded in UTF-8. See `atomic_path` for ``sync``."""
     data = content.encode() if isinstance(content, str) else content
     with atomic_path(path, len(data), sync) as temporary:
         temporary.write_bytes(data)
@@ -148,7 +153,7 @@ def append(path: Path, size: int, data: bytes) -> None:
 
 
 def sync_files(paths: Iterable[Path]) -> None:
-    """Make files that were written with ``sync=False`` survive a power failure.
+    """Flush files that were written with ``sync=False`` to the disk, so that they survive a power failure.
 
     Removed files are skipped. Each folder is synchronized once.
     """
@@ -180,7 +185,7 @@ def _sync(path: Path) -> None:
 def run_lock(folder: Path) -> Iterator[None]:
     """Prevent other processes from training in the folder of a run until the block or this process ends.
 
-    On Windows, the folder is not locked.
+    The folder is not locked on Windows, or on a file system that does not support locks.
 
     Raises:
         InvalidValueError: If another process is training in the folder.
@@ -205,7 +210,7 @@ def run_lock(folder: Path) -> Iterator[None]:
 
 
 class TemporaryFolder:
-    """A temporary folder that is removed when this object is deleted or when the process ends.
+    """A temporary folder that is removed when the object is deleted or when the process ends.
 
     The folder is in the system's temporary directory. If a process is killed, its folder is removed when a process of
     the same user creates the next temporary folder.
@@ -271,7 +276,7 @@ def _leave(path: Path, descriptor: int | None) -> None:
 
 
 def _sweep(parent: Path) -> None:
-    """Remove temporary folders of the current user if their lock is free. Their process was killed."""
+    """Remove temporary folders of the current user that no process locks, because their process was killed."""
     if sys.platform == "win32":
         return
     for folder in parent.glob(f"{_PREFIX}*"):
@@ -287,9 +292,10 @@ def _sweep(parent: Path) -> None:
 
 
 def _lock(path: Path, wait: bool = True) -> int | None:
-    """Create and lock a file, and return its descriptor. Closing the descriptor or ending the process unlocks the file.
+    """Create and lock a file, and return the descriptor of the file.
 
-    Return None if the system or the file system does not support locks.
+    The file is unlocked when the descriptor is closed or the process ends. Return None if the system or the file system
+    does not support locks.
     """
     if sys.platform == "win32":
         return None

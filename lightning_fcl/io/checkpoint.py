@@ -24,7 +24,7 @@ _REMOTE = re.compile(r"(?P<url>\w+://[^#]*)(#sha256=(?P<digest>[0-9a-f]{64}))?",
 def resolve_checkpoint(path: str | Path) -> Path:
     """Return the local path of a checkpoint.
 
-    A URL such as ``https://host/name.ckpt#sha256=...`` is downloaded to the cache and verified.
+    A URL such as ``https://host/name.ckpt#sha256=...`` is downloaded to the cache and verified. A path is not checked.
 
     Raises:
         InvalidValueError: If a URL has no SHA-256 checksum.
@@ -153,6 +153,6 @@ def get_run_checkpoint(run: Path) -> Path:
 
 
 def _instead(file: Path) -> str:
-    """Return a hint to use the newest undamaged checkpoint in the file's folder, or any other checkpoint."""
+    """Return a hint to use the newest undamaged checkpoint in a file's folder, or any other checkpoint."""
     newest = newest_checkpoint(file.parent)
     return "Use another checkpoint." if newest in (None, file) else f"Use {newest}, the newest undamaged one there."

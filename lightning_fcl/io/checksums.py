@@ -13,7 +13,7 @@ _SUM = re.compile(r"(\S+) ([0-9a-f]{64})")
 
 
 def sha256(path: Path) -> str:
-    """Return the SHA-256 checksum of a file in hexadecimal digits."""
+    """Return the SHA-256 checksum of a file as 64 hexadecimal digits."""
     with open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -21,7 +21,7 @@ def sha256(path: Path) -> str:
 def read_checksums(path: Path) -> dict[str, str]:
     """Read a list of checksums. Return the SHA-256 checksum of each listed file, by file name.
 
-    The list itself has no checksum. If the list is damaged, its checksums do not match the files.
+    The list and the files are not verified. Checksums of a damaged list do not match the files.
     """
     lines = read_text(path, errors="replace").removesuffix("\n").split("\n")
     for line in lines:

@@ -17,14 +17,14 @@ from lightning_fcl.validation import require_package
 
 
 def download(url: str, path: Path, digest: str, next_step: str = "") -> Path:
-    """Download a file, verify its checksum, and return its path. Skip the download if the file has this checksum.
+    """Download a file, verify the checksum, and return the path. A file that already has the checksum is kept.
 
     An existing file with a different checksum is kept until the download is complete.
 
     Args:
         url: URL of the file.
         path: Path to write the file to.
-        digest: SHA-256 checksum of the file. For another algorithm, a checksum with its name, such as ``"md5:..."``.
+        digest: SHA-256 checksum of the file. For another algorithm, name and checksum, such as ``"md5:..."``.
         next_step: Continuation of the hint to download the file by hand, such as " and run a command to unpack it".
 
     Raises:
@@ -79,8 +79,8 @@ class Layout:
         paths: Paths relative to the root. The first path that matches is used. ``"."`` is the root itself.
         markers: Glob patterns for files in the folder. Each pattern must match a file. ``|`` separates alternatives in
             a pattern. Without markers, the layout is a single file.
-        required_file: Regular expression. It must match the whole path, relative to the folder, of a file that a marker
-            finds.
+        required_file: Regular expression that must match a file that a marker finds. The expression must match the
+            whole path of the file, relative to the folder.
     """
 
     name: str
@@ -89,7 +89,7 @@ class Layout:
     required_file: str = ".*"
 
     def find(self, root: Path) -> Path | None:
-        """Return the first path below a root that has this layout, or None."""
+        """Return the first path below a root that has this layout, or None if there is no such path."""
         return next((root / place for place in self.paths if self._fits(root / place)), None)
 
     def _fits(self, location: Path) -> bool:
@@ -118,7 +118,7 @@ class Source:
         digest: SHA-256 checksum of the file at ``url``, or another checksum such as ``"md5:..."``. Empty if the files
             cannot be downloaded.
         archive: Path of the download relative to the root.
-        folder: Folder in the archive to unpack. The archive is deleted afterwards. If empty, the archive is not
+        folder: Folder in the archive to unpack. The archive is deleted after unpacking. If empty, the download is not
             unpacked.
         manual_steps: Hint for files that cannot be downloaded. Can contain the placeholders ``{url}`` and ``{root}``.
     """

@@ -1,4 +1,4 @@
-"""Paths that cannot lead out of their folder, and the cache folder."""
+"""Paths that cannot lead out of a given folder, and the cache folder."""
 
 import os
 import re
@@ -52,6 +52,6 @@ def safe_join(folder: Path, *names: object) -> Path:
 
 
 def _is_plain(name: str) -> bool:
-    """Return whether a name has a single part that refers to the same file on every operating system."""
+    """Return whether a name is a single part that refers to the same file on every operating system."""
     plain = _PLAIN.fullmatch(name) and not _RESERVED.fullmatch(name) and is_normalized("NFKC", name)
     return bool(plain) and name.isprintable() and len(name.encode()) <= _LONGEST

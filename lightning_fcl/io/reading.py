@@ -25,7 +25,7 @@ _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK:
 def open_file(path: str | Path) -> BufferedReader:
     """Open a regular file for reading in binary mode.
 
-    The kind of the file is checked after opening, on its descriptor. Opening a named pipe or a device does not block.
+    The kind of the file is checked after opening, on the descriptor. Opening a named pipe or a device does not block.
 
     Raises:
         InvalidValueError: If the path is a folder, a named pipe, a socket or a device.
@@ -35,7 +35,7 @@ def open_file(path: str | Path) -> BufferedReader:
 
 
 def regular_file(path: Path) -> Path:
-    """Return the path of a regular file for a library that opens the file by its path.
+    """Return a path if it is a readable regular file, for a library that opens files by path.
 
     Raises:
         InvalidValueError: If the path is a folder, a named pipe, a socket or a device.
@@ -91,7 +91,7 @@ def _open_regular(path: str, flags: int) -> int:
 
 
 def _other_kind(file_status: os.stat_result) -> str:
-    """Return the kind of a file that is not regular, or ""."""
+    """Return the kind of a file that is not regular, such as "a folder". Return "" for a regular file."""
     return "" if stat.S_ISREG(file_status.st_mode) else _KINDS.get(stat.S_IFMT(file_status.st_mode), "a device")
 
 
@@ -126,7 +126,7 @@ def as_file_error(path: Path, description: str, remedy: str = REDOWNLOAD_HINT) -
 
 
 class LimitError(ValueError):
-    """Content of a file exceeds a limit that the user can raise.
+    """An error for content of a file that exceeds a limit that the user can raise.
 
     Args:
         message: Size of the content and the limit.
@@ -139,10 +139,10 @@ class LimitError(ValueError):
 
 
 def check(condition: object, message: str) -> None:
-    """Raise ValueError if a condition that the content of a file must meet is false.
+    """Raise ValueError if the content of a file does not meet a condition.
 
     Args:
-        condition: The condition, which must be true.
+        condition: Value that is true if the content meets the condition.
         message: Description of the actual content. `as_file_error` writes it after "got:".
     """
     if not condition:

@@ -31,7 +31,7 @@ MAX_DEPTH = 100
 
 
 class _LimitError(yaml.YAMLError):
-    """A document exceeds a limit. The error has a hint on how to fix the document."""
+    """An error for a document that exceeds a limit, with a hint on how to fix the document."""
 
     def __init__(self, message: str, hint: str) -> None:
         super().__init__(f"{message} {hint}")
@@ -39,7 +39,7 @@ class _LimitError(yaml.YAMLError):
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """A YAML loader that parses 1e-3 as a number, as in recipes. PyYAML parses it as a string."""
+    """A YAML loader that parses 1e-3 as a number. PyYAML parses 1e-3 as a string."""
 
 
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+[eE][-+]?\d+$"), list("-+0123456789"))
@@ -73,18 +73,18 @@ def load_yaml(text: str) -> Any:
 
 
 def parse_dataclass(kind: type[Document], content: object, source: object, **prepared_fields: object) -> Document:
-    """Return a dataclass whose fields are parsed from a document.
+    """Return an instance of a dataclass, with fields that are parsed from a document.
 
     Args:
         kind: The dataclass.
         content: Content of the document, a mapping of field names to plain values.
         source: Name of the document for messages.
-        **prepared_fields: Values of the other fields. Pass fields that can name a class here, because jsonargparse
-            would import the class.
+        **prepared_fields: Values of fields that are not in the document. Pass fields that can name a class here,
+            because jsonargparse would import the class.
 
     Raises:
         InvalidValueError: If the content is not a mapping, or a value is invalid.
-        UnknownNameError: If a name is not the name of a field.
+        UnknownNameError: If a name in the content is not the name of a field.
     """
     jsonargparse = require_package("jsonargparse", "reads documents")
     field_names = [field.name for field in fields(kind) if field.name not in prepared_fields]  # type: ignore[arg-type]
@@ -156,7 +156,7 @@ def check_yaml(text: str) -> None:
 
 
 def _size(node: yaml.Node, size_by_id: dict[int, int]) -> int:
-    """Return the number of values of a node, including repeats by aliases.
+    """Return the number of values in a node. A value is counted again for each alias that repeats it.
 
     Raises:
         RecursionError: If the node contains itself.
