@@ -234,8 +234,8 @@ def record_trial(
     """Add the objective of a trial to the study. If the trial failed, add the failure to ``failures``.
 
     Raises:
-        InvalidValueError: If no trial has succeeded and the first trials all failed with errors of the same class and
-            code, or if the results do not contain the objective.
+        InvalidValueError: If no trial has succeeded, and the first trials all failed with errors of the same class and
+            code. If the results do not contain the objective.
     """
     value = math.nan
     if failure is None:

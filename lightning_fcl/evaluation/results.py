@@ -222,8 +222,7 @@ def write_csv(path: Path, record: Mapping[str, Any]) -> Path:
 
     A line contains the accuracy, the accuracy on each group, upload bytes and download bytes. If the record has
     measures, the line contains each measure in place of the accuracy. A value that was not measured is empty. If the
-    run has a simulated clock, the last column contains the simulated seconds from the start of the run to the end of
-    the round.
+    run has a simulated clock, the last column contains the simulated seconds from the run's start to the round's end.
     """
     quantities, groups = get_quantities(record), record["groups"]
     columns: list[str] = []

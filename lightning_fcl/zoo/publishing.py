@@ -105,8 +105,8 @@ def publish(
         An argument for `lightning_fcl.zoo.load`: the folder of the entry, or its name on the hub with the new commit.
 
     Raises:
-        ValueError: If ``destination`` is neither a folder nor a repository, ``run`` is not a run, the task has no
-            network, the registry is damaged, or the repository contains another network.
+        ValueError: If ``destination`` is neither a folder nor a repository, or ``run`` is not a run. If the task has no
+            network. If the registry is damaged, or the repository contains another network.
         ConnectionError: If the hub rejects the upload.
     """
     check_name(name)
