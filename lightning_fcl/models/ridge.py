@@ -53,7 +53,7 @@ class RidgeReadout(DoublePrecision):
             solution is then restricted to the space of these vectors (FedRAN). If None, B is kept completely.
 
     Raises:
-        ValueError: If ``beta`` is below 0 or not finite, or ``rank`` is not between 1 and ``in_features``. `merge` and
+        ValueError: If ``beta`` is below 0 or non-finite, or ``rank`` is not between 1 and ``in_features``. `merge` and
             `unlearn` raise ValueError if the two readouts have different reservoirs or shapes. `unlearn` also raises
             ValueError if ``rank`` is set, or if the other readout has more samples.
 
