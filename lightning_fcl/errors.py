@@ -94,7 +94,7 @@ class DiskFullError(FileAccessError):
 
 
 class ConnectionFailedError(LightningFCLError, ConnectionError):
-    """An error for a download or an upload that failed."""
+    """An error for a failed download or upload, or for a lost connection to another process or server."""
 
     code = "connection-failed"
 

@@ -134,7 +134,7 @@ def error_of(capsys):
 
 
 def toy_arrays(samples=240, features=6, classes=4, seed=0):
-    """Return the samples and labels of separable Gaussian classes."""
+    """Return samples and labels of Gaussian classes with different means."""
     rng = np.random.default_rng(seed)
     y = np.arange(samples) % classes
     x = rng.normal(size=(samples, features)) + 2 * np.eye(classes, features)[y]

@@ -137,8 +137,8 @@ class Dirichlet(Partition):
             if min(map(len, parts.values())) >= self.min_partition_size:
                 return parts
         raise InvalidValueError(
-            f"Expected a division with `min_partition_size`={self.min_partition_size} samples per client, but "
-            f"{_ATTEMPTS} draws with `alpha`={self.alpha} and {self.num_clients} clients gave none.",
+            f"Expected at least `min_partition_size`={self.min_partition_size} samples per client, but found no such "
+            f"partition with `alpha`={self.alpha}, {self.num_clients} clients and {len(y)} samples.",
             hint="Raise `alpha`, or lower `min_partition_size` or `num_clients`.",
             argument="min_partition_size",
             value=self.min_partition_size,

@@ -196,7 +196,7 @@ class FedBuff(Synchronization):
                 skipped.add(flight.client)
         if not staleness:
             raise InvalidValueError(
-                f"Expected at least one client with data in round {round_idx}, but no client has data.",
+                f"Expected at least one available client with samples in round {round_idx}, but there is none.",
                 hint="Lower `max_epochs`.",
                 argument="max_epochs",
             )

@@ -94,9 +94,8 @@ def check_in_step(method: MethodBase, module: L.LightningModule) -> None:
     server_state = method.init_server_state(module)
     if len(lasting(method, server_state)) < len(server_state):
         raise InvalidValueError(
-            f"Expected a stream whose clients enter each experience in the same round for `{type(method).__name__}`, "
-            "which resets its server state in each experience, but got clients that enter experiences in different "
-            "rounds.",
+            "Expected all clients to enter each experience in the same round, but they enter it in different rounds. "
+            f"`{type(method).__name__}` resets its server state in each experience.",
             hint="Use a scenario other than `Delayed`, or use `SCAFFOLD`.",
             argument="scenario",
         )

@@ -71,7 +71,7 @@ def to_plain_config(value: object) -> Any:
     if isinstance(value, Mapping):
         return {str(key): to_plain_config(item) for key, item in value.items()}
     subject, arguments = value, {}
-    # In a recipe, the partial calls a factory, and the class is the last positional argument.
+    # An optimizer of a recipe is a `partial` of a factory. The optimizer class is its last positional argument.
     if isinstance(value, partial):
         *_, subject = (value.func, *value.args)
         arguments = to_plain_config(value.keywords)

@@ -146,7 +146,7 @@ def check_version(checkpoint: Mapping[str, Any], path: object) -> None:
     version = checkpoint.get("pytorch-lightning_version")
     if not isinstance(version, str) or not re.fullmatch(r"2\.\d+\.\d+[\w.+-]*", version):
         raise InvalidValueError(
-            f"Expected `pytorch-lightning_version` of the checkpoint {path} to be 2.0.0 or later, but got "
+            f"Expected `pytorch-lightning_version` of the checkpoint {path} to be a version 2.x, but got "
             f"{version!r:.100}.",
             hint="Save the checkpoint again with `lightning` 2.",
         )

@@ -211,7 +211,7 @@ def test_client_round_contains_data_of_round():
 
 def test_client_round_without_samples_is_empty():
     x, y = arrays()
-    # The classes of each owner are new in only one experience.
+    # Client 0 has only the classes 0 and 1 of the first experience, so it has no samples in round 1.
     stream = prepared(x, y, y // 2, class_order=[0, 1, 2, 3])
     client_round = stream.client_round("0", 1)
     assert client_round.num_samples == 0 and client_round.labels.tolist() == [] and "0" not in stream.plan.train[1]
