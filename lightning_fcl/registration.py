@@ -4,9 +4,10 @@ Lightning looks up ``Trainer(strategy="federated")`` in a registry. The registry
 imported, which takes seconds. Lightning has no entry point for strategies, and it reads its entry point for callbacks
 after it has looked up the strategy.
 
-``import lightning_fcl`` does not import Lightning. A script can create a Trainer directly after this import, without using
-a name of the package. Therefore, a finder on ``sys.meta_path`` waits for the import of the module that creates the registry. The
-finder is removed after that module has been imported. No finder is installed if that module has been imported before.
+``import lightning_fcl`` does not import Lightning. A script can create a Trainer directly after this import, without
+using a name of the package. Therefore, a finder on ``sys.meta_path`` waits for the import of the module that creates
+the registry. The finder is removed after that module has been imported. No finder is installed if that module has been
+imported before.
 
 The alternative is to put a lazy module ``lightning`` into ``sys.modules``. But other code can check ``sys.modules`` to
 find out whether Lightning is imported, and would find the lazy module. Code that reads attributes of

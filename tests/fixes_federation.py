@@ -150,13 +150,13 @@ ROWS |= {
         check,
         {"state": state_of(6, 5, 4), "sizes": (6, 5, 5, 4)},
         {"sizes": (6, 5, 4)},
-        "Build the module with the arguments that it was saved with.",
+        "Build the module with the arguments that were used when the state was saved.",
     ),
     "state of a module of another size": Row(
         check,
         {"state": state_of(6, 3, 4)},
         {"sizes": (6, 3, 4)},
-        "Build the module with the arguments that it was saved with.",
+        "Build the module with the arguments that were used when the state was saved.",
     ),
     "state with text": Row(
         check,

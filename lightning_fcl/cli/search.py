@@ -112,12 +112,12 @@ class Search:
                 Settings of the row that are searched or fixed by the case are ignored.
 
         Raises:
-            InvalidValueError: If the file does not contain values by name, or is a recipe.
+            InvalidValueError: If the file does not contain a mapping, or is a recipe.
             MissingValueError: If a recipe of ``configs`` does not exist.
         """
         content = read_yaml(path)
         if not isinstance(content, dict):
-            raise InvalidValueError(f"Expected {path} to contain values by name, but got {content}.")
+            raise InvalidValueError(f"Expected {path} to contain a mapping (`name: value`), but got {content}.")
         if {*SECTIONS} & {*content}:
             raise InvalidValueError(
                 f"Expected {path} to be a search file, but got a recipe.",

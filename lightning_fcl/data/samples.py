@@ -233,7 +233,7 @@ class Joined(ConcatDataset[Any]):
     """The concatenated datasets of clients and splits.
 
     A batch whose items all come from one dataset is read by the ``__getitems__`` of this dataset. `ConcatDataset` would
-    read the items one by one.
+    read the items separately.
     """
 
     def __getitems__(self, rows: Sequence[int]) -> Any:

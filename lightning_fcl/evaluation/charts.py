@@ -48,7 +48,7 @@ _PNG = {
 }
 _TEMPLATES = Path(__file__).parent / "templates"
 _SCRIPTS = {"1.9.0.post1": "373b1f84072b31010f15ceb787be6b415c53936411aae267c8c2b2b6ccde46e7"}
-"""SHA-256 of the script, by the version of vl-convert-python that makes it. Other versions are not cached."""
+"""SHA-256 of the script that renders charts, for each version of vl-convert-python. Other versions are not cached."""
 
 
 def get_chart(name: str) -> alt.Chart:

@@ -94,12 +94,13 @@ def check_state(module: nn.Module, state: Mapping[str, object]) -> None:
         [name for name in state if name not in expected_state],
     )
     if missing or unknown:
-        differences = [f"missing {format_code_names(missing)}"] * bool(missing) + [
-            f"unexpected {format_code_names(unknown)}"
+        differences = [f"without {format_code_names(missing)}"] * bool(missing) + [
+            f"with {format_code_names(unknown)}"
         ] * bool(unknown)
         raise InvalidValueError(
-            f"Expected the entries of this {type(module).__name__}, but got {' and '.join(differences)}.",
-            hint="Build the module with the arguments that it was saved with.",
+            f"Expected a state with the entries of this {type(module).__name__}, but got a state "
+            f"{' and '.join(differences)}.",
+            hint="Build the module with the arguments that were used when the state was saved.",
             argument=(missing or unknown)[0],
         )
     for name, tensor in expected_state.items():
@@ -114,7 +115,7 @@ def check_state(module: nn.Module, state: Mapping[str, object]) -> None:
             raise InvalidValueError(
                 f"Expected `{name}` to be {tensor.dtype} of shape {tuple(tensor.shape)}, but got {value.dtype} of "
                 f"shape {tuple(value.shape)}.",
-                hint="Build the module with the arguments that it was saved with.",
+                hint="Build the module with the arguments that were used when the state was saved.",
                 argument=name,
                 value=value.dtype,
             )

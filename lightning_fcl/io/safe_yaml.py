@@ -90,7 +90,7 @@ def parse_dataclass(kind: type[Document], content: object, source: object, **pre
     field_names = [field.name for field in fields(kind) if field.name not in prepared_fields]  # type: ignore[arg-type]
     if not isinstance(content, Mapping):
         raise InvalidValueError(
-            f"Expected {source} to contain values by name but got {str(content)[:100]!r}.", value=content
+            f"Expected {source} to contain a mapping (`name: value`), but got {str(content)[:100]!r}.", value=content
         )
     for name in content:
         if name not in field_names:

@@ -64,7 +64,11 @@ def isolation_of(federation: Federation) -> Isolation:
         except Exception as error:  # The user's code may raise any error.
             start.restore()
             reason = f"`{type(error).__name__}: {error}`"
-    log.info("State outside `%s` is reset for each client without a trial: %s.", name, reason)
+    log.info(
+        "State outside `%s` is reset for each client. It could not be tested whether this is necessary: %s.",
+        name,
+        reason,
+    )
     changing = [
         p for p, holder in outside_state.names.items() if isinstance(holder, Callback) and _changes_steps(holder)
     ]

@@ -102,8 +102,8 @@ FIT = [
     ("--trainer.accelerator tpu", "Use `--trainer.accelerator cpu`"),
     (
         "--trainer.strategy.max_vectorized_clients none",
-        'Expected `max_vectorized_clients` to be a whole number or "auto", but got "none". Leave it out for the '
-        'default, "auto".',
+        'Expected `max_vectorized_clients` to be a whole number or "auto", but got "none". Leave it out '
+        '(default of the class: "auto").',
     ),
     ("--trainer.strategy.server_optimizer SGDD", "but got SGDD. Did you mean SGD?"),
     ("--trainer.strategy.compression TopKK", "but got TopKK. Did you mean TopK?"),

@@ -482,7 +482,7 @@ def test_tune_invalid_words_print_message(search, tmp_path, error_of):
     (tmp_path / "search.yaml").write_text("a: [")
     assert "to be YAML" in error_of(["tune", str(tmp_path / "search.yaml")])
     (tmp_path / "search.yaml").write_text("- a")
-    assert "search.yaml to contain values by name" in error_of(["tune", str(tmp_path / "search.yaml")])
+    assert "search.yaml to contain a mapping" in error_of(["tune", str(tmp_path / "search.yaml")])
 
 
 def test_search_file_reads_numbers_like_recipes(tmp_path, search):

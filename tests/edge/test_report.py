@@ -495,7 +495,7 @@ def test_read_device_invalid_values_raise(tmp_path, changes, message):
 def test_read_link_invalid_file_raises(tmp_path, text):
     path = tmp_path / "mine.yaml"
     path.write_text(text)
-    with pytest.raises(ValueError, match=r"Expected .*mine.yaml to (contain values by name|be YAML) but got"):
+    with pytest.raises(ValueError, match=r"Expected .*mine.yaml to (contain a mapping .*|be YAML),? but got"):
         read_link(path)
 
 

@@ -72,7 +72,7 @@ def test_layout_percentile_shows_percentile_of_paper_value(shown):
     values = {seed: 0.1 * seed for seed in range(10)}
     rows = {
         "0.25 RR": {"final/server": Cell(values, 0.45)},
-        # The paper's value equals the lowest of ten values, which counts half.
+        # The paper's value equals the lowest of ten values. An equal value counts as half a lower value: 5 %.
         "0.25 IP": {"final/server": Cell(values, 0.0)},
         "0.5 RR": {"final/server": Cell(values, 0.95)},
         # Both values are equal after rounding to three digits.

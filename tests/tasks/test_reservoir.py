@@ -55,7 +55,7 @@ def assert_logged(trainer, task, x, y, quantity, expected):
 
 @pytest.fixture
 def train(quiet):
-    """Return a function that fits in a plain Trainer. The data are not shuffled."""
+    """Return a function that fits a task with a plain Trainer, without shuffling the data."""
 
     def run(task, data, epochs=1, callbacks=(), validation=None, **kwargs):
         trainer = L.Trainer(max_epochs=epochs, callbacks=list(callbacks), **{**quiet, **kwargs})

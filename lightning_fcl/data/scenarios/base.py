@@ -242,7 +242,7 @@ class Scenario(ABC):
 
 
 def stratified_split(y: IntArray, fraction: float, rng: np.random.Generator) -> tuple[IntArray, IntArray]:
-    """Return the remaining samples, and a random ``fraction`` of the samples of each class, in this order."""
+    """Return the indices outside of a random ``fraction`` of each class, and the indices in the fraction."""
     if not 0 <= fraction < 1:
         raise InvalidValueError(
             f"Expected the fraction of a split to be at least 0 and below 1, but got {fraction}.",
