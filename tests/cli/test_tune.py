@@ -200,7 +200,7 @@ def test_tune_resume_with_more_trials_but_no_other_change(search, tmp_path, erro
     longer = rows(tmp_path / "out")
     main(search("at-once", trials=5))
     assert rows(tmp_path / "at-once") == longer
-    assert "delete these trials with `--restart`" in error_of(search(measure_on="test"))
+    assert "delete these trials with `--restart`" in error_of(search(eval_split="test"))
     assert "delete these trials with `--restart`" in error_of([*search(), "--seed", "1"])
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump({**recipe, "seed_everything": 3}))
     assert "a recipe, the seed or the version has changed" in error_of(search())
