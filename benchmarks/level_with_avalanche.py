@@ -49,8 +49,8 @@ METHODS = {
     "naive": (lambda: [], lambda: []),
     "Replay": (lambda: [Replay(100)], lambda: [ReplayPlugin(100)]),
     "LwF": (lambda: [LwF(1.0, temperature=2.0)], lambda: [LwFPlugin(1.0, temperature=2.0)]),
-    # Avalanche's penalty has no factor 1/2, so its strength is 50 instead of 100. Avalanche squares the mean gradient
-    # of a batch, which is about 1 / BATCH of the mean of the squared gradients of single samples.
+    # Avalanche's penalty has no factor 1/2, so its strength is 50 instead of 100. Avalanche squares the mean
+    # gradient of a batch, which is about 1 / BATCH of the mean of the squared gradients of single samples.
     "EWC": (lambda: [EWC(100.0, normalize=False)], lambda: [EWCPlugin(50.0 * BATCH, mode="online", decay_factor=1.0)]),
     "GEM": (lambda: [GEM(20, margin=0.5)], lambda: [GEMPlugin(20, memory_strength=0.5)]),
     # The reference gradient uses all stored samples. Avalanche divides `sample_size` by the number of tasks, and takes
