@@ -18,7 +18,7 @@ from pathlib import Path
 from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).parents[1]
-SUFFIXES = {".py", ".pyi", ".md", ".yaml", ".yml", ".toml", ".html", ".cff"}
+SUFFIXES = {".py", ".pyi", ".md", ".yaml", ".yml", ".toml", ".html", ".cff", ".sh"}
 NAMES = {"Makefile", "run"}  # .ci/run
 SAMPLE_SIZES = {"docstring": 40, "comment": 20, "message": 20, "paragraph": 20}
 MESSAGE_CALLS = {

@@ -10,10 +10,12 @@ import torch
 from PIL import Image
 
 from lightning_fcl import __version__
+from lightning_fcl.deployment.clock import check_clock
 from lightning_fcl.deployment.messages import Parcel, RejectedMessageError, to_record, unpack
 from lightning_fcl.deployment.node import Node
 from lightning_fcl.deployment.node_data import read_data
 from lightning_fcl.deployment.node_recipe import recipe_fingerprint
+from lightning_fcl.errors import ConnectionFailedError
 
 
 @pytest.fixture
@@ -208,3 +210,8 @@ def test_node_rejects_invalid_federation_name(deployed, asked, caplog):
         assert node.answer(Parcel({**sent.header, "federation": name}, sent.state)).header["refused"] == "refused"
         assert "Expected the name of a federation to be 1 to 230 printable characters in Unicode" in caplog.text
     assert sorted(deployed.folder.rglob("*")) == before
+
+
+def test_check_clock_missing_certificate_file_raises_with_address(tmp_path):
+    with pytest.raises(ConnectionFailedError, match=r"Expected a SuperLink at 127\.0\.0\.1:1, but"):
+        check_clock("127.0.0.1:1", tmp_path / "missing.pem")
