@@ -227,7 +227,7 @@ ROWS |= {
         lambda lab, model: fit_one_round(lab, task=lab.task(model=model), callbacks=[RegMean()]),
         {"model": Scales()},
         {"model": nn.Sequential(nn.Linear(6, 6), Scales())},
-        "Add an `nn.Linear` that learns, or use another method.",
+        "Add a trainable `nn.Linear`, or use another method.",
     ),
     "transform of replay samples of another shape": Row(
         fit_flips,

@@ -27,17 +27,17 @@ from lightning_fcl.validation import above, at_least, one_of, validated
 
 @dataclass(eq=False)
 class Fed3R(Method):
-    """Fed3R: a classifier that is set to the ridge regression on all samples so far (Fanì et al., 2024).
+    """Fed3R: sets the classifier to the ridge regression solution on all samples so far (Fanì et al., 2024).
 
     A client also uploads ``A = Y^T S`` and ``B = S^T S`` of the samples that it has not trained on before. S contains
     the samples' features, computed with the client's model after local training, and a column of ones for the bias. Y
-    contains the one-hot classes. The server adds the sums to all earlier sums, including the base session. Then it sets
-    the module's last layer to ``A (B + beta I)^-1 / temperature``. Local training continues from this layer (the
-    authors' Fed3R+FT). If a client misses a synchronization, it uploads the sums with its next upload.
+    contains the one-hot classes. The server adds the sums to all earlier sums, including the sums of the base session.
+    Then the server sets the module's last layer to ``A (B + beta I)^-1 / temperature``. Local training continues from
+    this layer (the authors' Fed3R+FT). If a client misses a synchronization, it uploads the sums with its next upload.
 
     With a frozen body, the result equals ridge regression on the pooled samples of all clients, for any partition.
-    Frozen batch normalization keeps the server's statistics. In the paper, the body is frozen while clients
-    compute the sums.
+    During local training, frozen batch normalization layers use the server's statistics. In the paper, the body is
+    frozen while clients compute the sums.
 
     Args:
         beta: Regularization strength, at least 0.
@@ -45,8 +45,8 @@ class Fed3R(Method):
             sample and 0 for other classes. Without the division, a softmax of the outputs is almost uniform.
 
     Raises:
-        ValueError: If the Trainer does not use ``strategy="federated"``, or the stream's ``history`` is not
-            ``"round"``. Also if the module has no linear last layer on top of its features.
+        ValueError: If an argument is out of range, the Trainer does not use ``strategy="federated"``, or the stream's
+            ``history`` is not ``"round"``. Also if the module has no linear last layer on top of its features.
 
     Example:
         >>> from lightning_fcl import Classifier
@@ -140,7 +140,7 @@ def last_layer(module: L.LightningModule) -> tuple[str, str]:
     )
 
 
-# Number of drawn features per optimizer step.
+# Number of feature vectors in each batch of the calibration.
 _BATCH = 64
 
 
@@ -148,34 +148,34 @@ _BATCH = 64
 class CCVR(Method):
     """CCVR: a head that the server trains on features drawn from class Gaussians (Luo et al., 2021).
 
-    For each experience, a client uploads three values per class: the number of samples, the sum of their features, and
-    the sum of the products of their features. The features are computed with the client's own model. See
+    For each experience, a client uploads three statistics per class: the number of samples, the sum of their feature
+    vectors, and the sum of the products of their features. The features are computed with the client's own model. See
     `MethodBase.contribute_experience`.
 
-    The server adds up the values over clients. This gives the exact mean and covariance of all clients' features of a
-    class (CCVR). The server also adds up the values over experiences. As in HGP (Salami et al., 2024), the Gaussians
-    thus cover all tasks.
+    The server adds up the statistics over clients. This gives the exact mean and covariance of all clients' features of
+    a class (CCVR). The server also adds up the statistics over experiences, as in HGP (Salami et al., 2024). The
+    Gaussians thus cover all tasks.
 
-    In the last round of each experience, the server draws ``num_samples`` features of each class from the class's
-    Gaussian. It trains the module's last layer on these features, by SGD with momentum 0.9 and a cosine schedule. With
-    a frozen body, whose batch normalization keeps the server's statistics, mean and covariance are exact for all
-    samples so far. Otherwise, the values of earlier experiences belong to features of earlier models.
+    In the last round of each experience, the server draws ``num_samples`` feature vectors of each class from the
+    class's Gaussian. It trains the module's last layer on these vectors, by SGD with momentum 0.9 and a cosine
+    schedule. If the body is frozen, the mean and the covariance are exact for all samples so far. Otherwise, the
+    statistics of earlier experiences belong to features of earlier models.
 
-    HGP draws from the Gaussian of each client. This implementation has one Gaussian per class. The loss is the
-    cross-entropy among the classes seen so far. With ``logit_norm`` it is computed on `decoupled_logits`. HGP uses
-    ``logit_norm=0.1``.
+    HGP draws from one Gaussian per client and class. This implementation draws from one Gaussian per class. The loss is
+    the cross-entropy among the classes seen so far. With ``logit_norm``, the cross-entropy is computed on the result of
+    `decoupled_logits`. HGP uses ``logit_norm=0.1``.
 
     Args:
         covariance: ``"full"`` or ``"diagonal"``. With ``"diagonal"``, a client uploads only one number per feature for
             the covariance of a class.
-        num_samples: Number of features drawn for each class, at least 1.
-        epochs: Number of passes over the drawn features, at least 1.
+        num_samples: Number of feature vectors drawn for each class, at least 1.
+        epochs: Number of passes over the drawn feature vectors, at least 1.
         lr: Learning rate at the start of each calibration, above 0.
         logit_norm: Factor in `decoupled_logits`, above 0. None: logits are not normalized.
 
     Raises:
         ValueError: If an argument is out of range, the Trainer does not use ``strategy="federated"``, or the module has
-            no features.
+            no linear last layer on top of its features.
 
     Example:
         >>> from lightning_fcl import Classifier
@@ -206,7 +206,7 @@ class CCVR(Method):
         sums = zero_class_sums(module).double()
         size = sums.shape[1] - 1
         numbers = size * (size + 1) // 2 if self.covariance == "full" else size
-        # For each class, the number of the calibration in which it first appeared, from 1. 0: it has not appeared yet.
+        # For each class: the number (from 1) of the calibration in which the class first appeared, or 0 before that.
         task = sums.new_zeros(len(sums), dtype=torch.long)
         return {"sums": sums, "products": sums.new_zeros(len(sums), numbers), "task": task}
 
@@ -258,8 +258,8 @@ class CCVR(Method):
 def decoupled_logits(logits: Tensor, task: Tensor, logit_norm: float) -> Tensor:
     """Return logits divided by ``logit_norm`` times their norm (SLCA: Zhang et al., 2023).
 
-    The norm is computed over the logits of each task, and averaged over the tasks. The magnitude of a class's weights
-    then has no effect.
+    The norm of a sample is computed over the logits of each task, and averaged over the tasks. The result does not
+    change if all logits of a sample are multiplied by the same positive number.
 
     Args:
         logits: Logits, shape (batch, classes).
@@ -276,14 +276,15 @@ def decoupled_logits(logits: Tensor, task: Tensor, logit_norm: float) -> Tensor:
 
 
 def gaussian(sums: Tensor, products: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean, shape (d,), and the covariance of the features of a class.
+    """Return the mean and the covariance of the features of a class.
 
     Args:
         sums: Number of samples and sum of their features, shape (1 + d,).
         products: Sum of the packed products of the features, shape (d * (d + 1) / 2,), or sum of squares, shape (d,).
 
     Returns:
-        The mean, and the covariance, shape (d, d), or with a sum of squares the diagonal of the covariance, shape (d,).
+        The mean, shape (d,), and the covariance, shape (d, d). If ``products`` is a sum of squares, the diagonal of the
+        covariance, shape (d,), is returned in place of the covariance.
     """
     count, total = sums[0], sums[1:]
     mean, size = total / count, len(total)
@@ -293,7 +294,10 @@ def gaussian(sums: Tensor, products: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def draw_gaussian(mean: Tensor, covariance: Tensor, number: int, generator: torch.Generator) -> Tensor:
-    """Return random samples of a Gaussian, shape (number, d). The covariance matrix or its diagonal may be singular."""
+    """Return random samples of a Gaussian, shape (number, d). ``covariance`` is a matrix or its diagonal.
+
+    The covariance may be singular.
+    """
     noise = torch.randn(number, len(mean), dtype=mean.dtype, generator=generator)
     if covariance.dim() == 1:
         return mean + noise * covariance.clamp(min=0).sqrt()

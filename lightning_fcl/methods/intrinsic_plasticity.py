@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class IntrinsicPlasticity(Method):
-    """Intrinsic plasticity: adapts gain and bias so that activations become Gaussian (Schrauwen et al., 2008).
+    """Intrinsic plasticity: adapts a reservoir so that activations become Gaussian (Schrauwen et al., 2008).
 
     A unit with the net input ``net`` has the activation ``h = tanh(gain * net + bias)``. On each batch, gain and bias
     change by ``eta * dg`` and ``eta * db``, with ``db = (mu - h (2 sigma^2 + 1 - h^2 + mu h)) / sigma^2`` and
@@ -41,16 +41,17 @@ class IntrinsicPlasticity(Method):
         sigma: Target standard deviation of the activations, above 0.
         mu: Target mean of the activations.
         eta: Step size, above 0.
-        local_epochs: Number of passes over a client's data in a round that adapts, at least 1. The last round of an
-            experience, which fits the readout, always has one pass.
+        local_epochs: Number of passes over a client's data in each round except the last round of an experience, at
+            least 1. The last round, which fits the readout, always has one pass.
         normalize_grad: Whether the update directions of gain and bias are each normalized to length 1, layer by layer.
-            Without normalization, ``eta`` must be very small: gains diverge at 0.01.
+            Without normalization, ``eta`` must be very small. For example, gains diverge with ``eta=0.01``.
         restart: Whether gain is reset to 1 and bias to 0 at the start of each experience. With ``"auto"``, they are
             reset if the stream has ``history="seen"`` (joint training from scratch on all data so far).
         min_gain: Lower bound of the gains, above 0. Gains below the bound are clamped, and a warning is logged once.
 
     Raises:
-        ValueError: If an argument is out of range, the module has no reservoir, or gain or bias become non-finite.
+        ValueError: If an argument is out of range, the module has no reservoir, or gain or bias become non-finite. Also
+            if every experience has only one round, or clients enter experiences in different rounds.
 
     Example:
         >>> IntrinsicPlasticity(sigma=0.1, local_epochs=3).eta
@@ -101,7 +102,7 @@ class IntrinsicPlasticity(Method):
         if stream is not None and len(set(stream.plan.experiences.values())) > 1:
             raise InvalidValueError(
                 "Expected clients that enter each experience in the same round for `IntrinsicPlasticity`, but in the "
-                f'scenario "{stream.scenario}" they enter experiences in different rounds.',
+                f'scenario "{stream.scenario}" the clients enter experiences in different rounds.',
                 hint="Use another `scenario`.",
                 argument="scenario",
                 value=stream.scenario,
@@ -111,7 +112,7 @@ class IntrinsicPlasticity(Method):
         if not adapts:
             raise InvalidValueError(
                 "Expected at least two rounds (epochs) per experience for `IntrinsicPlasticity`, but got one. The last "
-                "round fits the readout, so that no round is left to adapt the reservoir.",
+                "round fits the readout, and no round is left to adapt the reservoir.",
                 hint="Raise `rounds_per_experience` and `max_epochs`.",
                 argument="max_epochs",
             )
@@ -168,7 +169,8 @@ class IntrinsicPlasticity(Method):
         gain, bias = gain + self.eta * dg, bias + self.eta * db
         if not (torch.isfinite(gain).all() and torch.isfinite(bias).all()):
             raise InvalidValueError(
-                f"Expected gain and bias to stay finite, but they diverged with eta={self.eta}, sigma={self.sigma}.",
+                f"Expected gain and bias to stay finite, but got non-finite values with eta={self.eta}, "
+                f"sigma={self.sigma}.",
                 hint="Lower `eta`, raise `sigma`, or set `normalize_grad=True`.",
                 argument="eta",
                 value=self.eta,
@@ -178,8 +180,8 @@ class IntrinsicPlasticity(Method):
             gain = gain.clamp(min=self.min_gain)
             if not self._warned:
                 log.warning(
-                    "Clamped %d gains to `min_gain`=%g, because a unit with gain 0 has a constant activation. Lower "
-                    "`eta` (%g) or raise `sigma` (%g).",
+                    "Clamped %d of the gains to `min_gain`=%g, because a unit with gain 0 has a constant activation. "
+                    "Lower `eta` (%g) or raise `sigma` (%g).",
                     int(low.sum()),
                     self.min_gain,
                     self.eta,

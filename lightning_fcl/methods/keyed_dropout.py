@@ -1,4 +1,4 @@
-"""Random layers that draw from a client's key, so that vectorized and sequential training use the same numbers."""
+"""Random layers that draw numbers from a client's key. Vectorized and sequential training then use the same numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FIRST, _SECOND = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 def uniform(key: Tensor, stream: int, shape: Sequence[int]) -> Tensor:
     """Return random numbers in [0, 1). A number depends only on the key, the stream and the number's position.
 
-    Samples that are appended as padding therefore do not change the numbers of other samples.
+    Therefore, padding samples at the end of a batch do not change the numbers of other samples.
 
     Args:
         key: Key of the client and step, an integer tensor.
@@ -49,22 +49,21 @@ def _shifted(value: Tensor, bits: int) -> Tensor:
 
 
 class KeyedRandomness(TorchFunctionMode):
-    """A context manager in which random layers draw from a key instead of torch's global generator.
+    """A context manager in which random layers draw numbers from a key instead of torch's global generator.
 
-    The context covers functions of `torch.nn.functional` that torch's layers call: ``dropout``, ``dropout1d`` to
-    ``dropout3d``, ``alpha_dropout``, ``feature_alpha_dropout``, and the dropout of ``scaled_dot_product_attention``. It
-    also covers ``bernoulli``, ``rand_like`` and ``Tensor.bernoulli_``, which third-party layers use (such as timm's
-    ``DropPath``).
+    The context covers these functions of `torch.nn.functional`: ``dropout``, ``dropout1d`` to ``dropout3d``,
+    ``alpha_dropout``, ``feature_alpha_dropout``, and the dropout of ``scaled_dot_product_attention``. It also covers
+    ``bernoulli``, ``rand_like`` and ``Tensor.bernoulli_``, which third-party layers use (such as timm's ``DropPath``).
 
     Args:
-        key: The key, or a function that returns the key. The function is called at the first draw.
+        key: The key, or a function that returns the key. The function is called once, at the first draw.
     """
 
     def __init__(self, key: Tensor | Callable[[], Tensor]) -> None:
         super().__init__()
         self._key = key
         self._stream = 0
-        # Whether a function was called that may draw from the key or read the random state.
+        # Whether a function was called that may draw from the key, or that reads the state of torch's generator.
         self.has_read_rng_state = False
         # For each saved state of torch's generator: the value of `_stream`, and whether this context was active.
         self._noted: WeakIdKeyDictionary | None = None
@@ -207,7 +206,7 @@ def _given(input: Tensor, output: Tensor, inplace: bool) -> Tensor:
 
 @contextmanager
 def preserve_rng_state() -> Iterator[None]:
-    """After the context, restore the position in the draws from a key, as if nothing had been drawn in the context."""
+    """Restore the position in the draws from a key after the context, as if nothing had been drawn in the context."""
     entered = _ENTERED[-1:]
     streams = [mode._stream for mode in entered]
     try:

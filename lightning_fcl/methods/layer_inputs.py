@@ -20,7 +20,7 @@ _PIECE = 32
 
 
 def averaged_layers(module: L.LightningModule) -> list[str]:
-    """Return the names of the layers that are trainable and averaged, or raise ValueError if there is no such layer.
+    """Return the names of the layers that are trainable and averaged. Raise ValueError if there is no such layer.
 
     Supported layers are `nn.Linear`, and `nn.Conv2d` with ``groups=1``, ``padding_mode="zeros"`` and a ``padding`` that
     is not a string.
@@ -44,7 +44,7 @@ def averaged_layers(module: L.LightningModule) -> list[str]:
         raise InvalidValueError(
             "Expected a module with trainable linear or convolutional layers whose reduction is `mean`, but this "
             f"`{type(module).__name__}` has no such layer.",
-            hint="Add an `nn.Linear` that learns, or use another method.",
+            hint="Add a trainable `nn.Linear`, or use another method.",
             argument="module",
             value=type(module).__name__,
         )
@@ -70,9 +70,9 @@ def layer_inputs(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the inputs of layers for samples, as pairs (layer name, rows). The module is in evaluation mode.
 
-    The rows of a layer have shape (rows, d), in double precision. There is one row per sample, or per output position
-    of a convolution, so that ``rows @ weight_matrix.T`` is the layer's output. If the layer has a bias, the last
-    column is 1. Samples are processed in chunks. Each name is yielded once per chunk.
+    The rows of a layer have shape (rows, d), in double precision. There is one row per input vector of a linear layer,
+    or per output position of a convolution, so that ``rows @ weight_matrix.T`` is the layer's output. If the layer has
+    a bias, the last column is 1. Samples are processed in chunks. Each call of a layer in a chunk yields one pair.
 
     Args:
         module: The module.

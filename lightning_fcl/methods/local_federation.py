@@ -12,9 +12,9 @@ from lightning_fcl.federation.server import FederatedServer
 
 
 class LocalFederation:
-    """The state that methods keep between epochs and fits of a plain Trainer: one client and one server.
+    """State that methods keep between epochs and fits of a plain Trainer: the state of one client and one server.
 
-    The server has only the state of the methods. The model stays in the module, and is not aggregated.
+    The server contains only the state of the methods. The model stays in the module, and is not aggregated.
 
     Attributes:
         server: The server. Its client store contains the state of the client.
@@ -43,7 +43,7 @@ class LocalFederation:
         return self.server.get_section(section)
 
     def adopt(self, other: LocalFederation, section: str) -> None:
-        """Copy the state of a method from another Trainer in which the method was trained."""
+        """Copy the state of a method from ``other``, the state of another Trainer that has trained with the method."""
         if memory := other.memory(section):
             self.server.client_store.set_section(self.client, section, dict(memory))
         self.server.extra_tensors |= {f"{section}.{name}": value for name, value in other.entries(section).items()}

@@ -1,4 +1,4 @@
-"""LVT: an attention penalty weighted by importance, replay and distillation for a lifelong vision transformer."""
+"""LVT: replay, distillation and an importance-weighted attention penalty for a lifelong vision transformer."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class LVTMethod(Method):
     - K_prev is K at the end of the client's previous task.
     - G is the importance of K for the previous task: the mean of ``|d loss / d K|`` over the task's samples. The paper
       uses the sum of the gradients, which vanishes if the model has learned the task.
-    - CE_mem is the task loss on replay samples, which are drawn in each step from torch's global generator.
+    - CE_mem is the task loss on replay samples. The samples of each step are drawn with torch's global generator.
     - KD_mem is the distillation loss on the replay samples: the cross-entropy at ``temperature`` against the logits
       that were stored with the samples.
 
     When a task ends, the client stores the share ``rho`` of each class's samples: the samples with the lowest losses.
     The paper has a confidence-aware memory of fixed size instead. The losses are computed with the client's own model
-    after the last round of the task in which it trained. Stored samples, K_prev and G stay on the client. It uploads
-    the same tensors as in FedAvg. Two parts of the paper are not implemented: the second classifier for new tasks only,
+    after the client's last round of the task. Stored samples, K_prev and G stay on the client. The client uploads the
+    same tensors as in FedAvg. Two parts of the paper are not implemented: the second classifier for new tasks only,
     and the decay of the first classifier's weight.
 
     Args:
@@ -55,12 +55,12 @@ class LVTMethod(Method):
         beta: Weight of the distillation on replay samples, at least 0. With ``alpha=beta=0``, no sample is stored.
         rho: Share of the samples of each class that is stored, above 0 and at most 1.
         temperature: Temperature of the teacher's and the student's logits in the distillation, above 0.
-        batch_size: Number of replay samples per step. None: the size of the batch.
+        batch_size: Maximum number of replay samples per step. None: the size of the batch.
         keys: Shell-style pattern of the parameter names of K.
 
     Raises:
-        ValueError: If an argument is out of range, the module has no `sample_loss`, or ``keys`` matches no trainable
-            parameter.
+        ValueError: If an argument is out of range, or the module has no `sample_loss`. Also if ``gamma`` is not 0 and
+            ``keys`` matches no trainable parameter.
         TypeError: If the samples are not pairs.
 
     Example:
@@ -83,8 +83,8 @@ class LVTMethod(Method):
     def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.gamma and not any(matches(name, self.keys) for name in trainable_parameters(pl_module)):
             raise InvalidValueError(
-                f"Expected `keys` to match trainable parameters, but `{self.keys}` matches no parameter.",
-                hint="Train `lightning_fcl.models.LVT`, or set `gamma=0`.",
+                f"Expected `keys` to match trainable parameters, but `{self.keys}` matches no trainable parameter.",
+                hint="Train `lightning_fcl.models.LVT` with the default `keys`, or set `gamma=0`.",
                 argument="keys",
             )
 

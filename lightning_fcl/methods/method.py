@@ -64,7 +64,7 @@ def get_driver(trainer: L.Trainer) -> MethodDriver:
             return callback
     driver = MethodDriver(get_methods(trainer))
     position = 1 + max((i for i, callback in enumerate(callbacks) if isinstance(callback, Method)), default=-1)
-    # Assign a new list: Lightning may be iterating over the old one, and would call the current method twice.
+    # Assign a new list: Lightning may be iterating over the old list, and would call the current method twice.
     trainer.callbacks = [*callbacks[:position], driver, *callbacks[position:]]  # type: ignore[attr-defined]
     return driver
 
@@ -83,7 +83,7 @@ def sample_shape(federation: FederationProtocol, name: str) -> tuple[int, ...]:
     if (rows := first_indices(stream)) is None:
         raise MissingValueError(
             f"Expected the stream on the server to have training samples, which define the sample shape for `{name}`, "
-            "but it has none, as in a deployment.",
+            "but the stream has no training samples, as in a deployment.",
             hint=f"Simulate the federation, or do not use `{name}`.",
         )
     # Reading a sample may draw random numbers in the dataset's own code.
@@ -128,7 +128,7 @@ def target_mask(target: Tensor, output: Tensor) -> Tensor:
 
 
 def mask_other_classes(logits: Tensor, classes: Tensor) -> Tensor:
-    """Return logits in which every class outside the mask ``classes`` has the value -1e4.
+    """Return logits in which every class whose entry of the mask ``classes`` is False has the value -1e4.
 
     The value is not -inf, so that a loss of these logits stays finite.
     """

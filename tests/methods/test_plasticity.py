@@ -352,8 +352,8 @@ def test_gains_below_min_gain_clamped_with_one_warning(
     warned = [record.getMessage() for record in caplog.records if "min_gain" in record.getMessage()]
     assert len(warned) == 1
     assert re.match(
-        r"Clamped \d+ gains to `min_gain`=0\.4, because a unit with gain 0 has a constant activation\. Lower `eta` "
-        r"\(0\.2\) or raise `sigma` \(0\.02\)\.$",
+        r"Clamped \d+ of the gains to `min_gain`=0\.4, because a unit with gain 0 has a constant activation\. "
+        r"Lower `eta` \(0\.2\) or raise `sigma` \(0\.02\)\.$",
         warned[0],
     )
 
