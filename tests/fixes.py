@@ -1549,7 +1549,7 @@ ROWS |= {
         lambda lab, round_idx: fit_reservoir(lab, callbacks=[Unlearning({"0": round_idx})]),
         {"round_idx": 5},
         {"round_idx": 0},
-        "Name an earlier round",
+        "Name a round of the fit",
     ),
     "reservoir with inputs of another size": Row(
         lambda lab, features: EchoStateNetwork(features, units=12, seed=0)(torch.randn(2, 9, 3)),

@@ -116,7 +116,7 @@ class MethodRound:
     # Download.
 
     def server_entries(self) -> ExtraTensors:
-        """Return the server state of the methods for the round.
+        """Return the initial values and the reductions of the methods' server state for the round, by name.
 
         Entries that the methods no longer declare, or that are reset in this round, are removed from the server.
         """

@@ -22,7 +22,7 @@ class Needs:
         sample_loss: The module defines a method ``sample_loss(output, y)`` that returns the loss of each sample.
         round_samples: `Method.update_client_state`, `Method.upload_statistics`, `Method.end_experience` or
             `Method.contribute_experience` read the samples of the round.
-        numbers: The hooks named under ``round_samples`` read only the sample numbers, `Client.history`.
+        numbers: The hooks named under ``round_samples`` read only the sample numbers, through `Client.history`.
         features: The server uses the clients' features or layer inputs. Frozen layers, such as batch normalization with
             frozen parameters, then stay in evaluation mode. All clients thus compute features with the server's
             normalization statistics.

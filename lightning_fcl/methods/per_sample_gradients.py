@@ -24,7 +24,7 @@ Objective = Callable[[Mapping[str, Tensor], Tensor, Tensor], Tensor]
 _CHUNK = 256
 # Functions that read a value from a tensor, so that the code can branch on it.
 _DECIDING = {Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.item, Tensor.tolist}
-# Maximum number of values in the gradients of a chunk: 256 MB in single precision.
+# Maximum number of values in the gradients of a chunk: 256 MiB in single precision.
 _NUMBERS = 2**26
 
 
@@ -36,7 +36,7 @@ class OuterProduct(NamedTuple):
 
 
 def over_samples(measure: Callable[[Tensor], Tensor], gradients: Tensor | OuterProduct) -> Tensor:
-    """Return the sum over samples of an elementwise function of the gradients.
+    """Apply an elementwise function to per-sample gradients, and return the sum over samples.
 
     Args:
         measure: An elementwise function with ``measure(a * b) = measure(a) * measure(b)``, such as the absolute value.
@@ -71,7 +71,7 @@ class _LinearLayers(TorchFunctionMode):
         self.calls: list[tuple[list[str], Tensor, Tensor]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # A decision by values of a whole batch would differ from a decision by one sample.
+        # A decision that depends on a whole batch can differ from the decision that depends on one sample.
         if func in _DECIDING:
             raise _OtherUseError
         output = func(*args, **(kwargs or {}))
@@ -91,9 +91,10 @@ class _LinearLayers(TorchFunctionMode):
 def outer_gradients(
     objective: Objective, params: State, x: Tensor, y: Tensor
 ) -> dict[str, Tensor | OuterProduct] | None:
-    """Return the result of `per_sample_gradients`, computed in one pass, with outer products where possible.
+    """Compute the gradients of `per_sample_gradients` in one pass. Return None if this is not possible.
 
-    Return None if one pass is not sufficient, for example if a layer other than a linear layer uses a parameter.
+    The gradient of a weight matrix that a linear layer uses is an `OuterProduct`. One pass is not sufficient if, for
+    example, a layer other than a linear layer uses a parameter.
     """
     leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
     layers = _LinearLayers(leaves, len(x))
@@ -199,10 +200,10 @@ def mean_sample_measure(
     y: Tensor,
     names: Iterable[str],
 ) -> State:
-    """Return the mean over samples of a ``measure`` of per-sample gradients, for each parameter by name.
+    """Apply ``measure`` to per-sample gradients, and return the mean over samples, by parameter name.
 
-    The gradients are those of ``objective(output, y)``. ``measure`` is elementwise, see `over_samples`. See
-    `module_per_sample_gradients` for the remaining arguments.
+    The gradients are those of ``objective(output, y)``. ``measure`` is elementwise, see `over_samples`. For the other
+    arguments, see `module_per_sample_gradients`.
     """
     name_set = {*names}
     total = zeros_like_state({name: value for name, value in state.items() if name in name_set})

@@ -53,7 +53,7 @@ class APFL(Method):
 
     Raises:
         ValueError: If an argument is out of range, the Trainer does not run a federation, or the module does not define
-            ``sample_loss(output, y)``.
+            ``sample_loss(output, y)``. Also if the Trainer's ``accumulate_grad_batches`` is not 1.
 
     Example:
         >>> APFL(alpha0=0.5).alpha0
@@ -73,7 +73,7 @@ class APFL(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._trainable: list[str] = []
-        # The personal model of the client that trains currently.
+        # The parameters of the current client's personal model.
         self._personal: dict[str, nn.Parameter] = {}
         self._optimizer: Optimizer | None = None
 
@@ -109,10 +109,10 @@ class APFL(Method):
         alpha = client.method_state["alpha"]
         gradient = make_gradient_fn(pl_module, shared)(*client.batch, interpolate(personal_params, shared, alpha))
         if not torch.isfinite(gradient.sum()):
-            # The stored personal model must stay finite. The federation handles a client that diverges.
+            # Skip the step, so that the stored personal model stays finite. The federation handles diverged clients.
             return
         towards = flatten(personal_params) - flatten(shared).detach()
-        # A learning rate schedule may have changed the values of the groups.
+        # A learning rate schedule may have changed the settings in the optimizer's parameter groups.
         set_group_values(self._optimizer, group_values(optimizer))
         direction = alpha * gradient + self.extra_gradient(client, personal_params)
         step_along(pl_module, self._optimizer, {name: self._personal[name] for name in shared}, direction)
@@ -154,7 +154,7 @@ class APFL(Method):
 
 @torch.no_grad()
 def interpolate(personal: Mapping[str, Tensor], shared: Mapping[str, Tensor], alpha: Tensor) -> State:
-    """Return ``alpha v + (1 - alpha) w`` for the entries of ``personal``: exactly w if alpha is 0, exactly v if 1."""
+    """Return ``alpha v + (1 - alpha) w`` for the entries of ``personal``. If alpha is 0 or 1, the result is exact."""
     return {name: torch.lerp(shared[name], v, alpha.to(v.device, v.dtype)) for name, v in personal.items()}
 
 
@@ -168,7 +168,7 @@ class Ditto(APFL):
     `APFL` with ``alpha`` fixed at 1 and this penalty.
 
     In its first round a client initializes ``v`` with the received model. The client keeps ``v`` and predicts with it,
-    as described for `APFL`. It uploads the same tensors as in FedAvg.
+    as described for `APFL`. The client uploads the same tensors as in FedAvg.
 
     Args:
         strength: Weight (lambda) of the distance, at least 0. With 0, ``v`` is trained on the client's data only.

@@ -18,13 +18,14 @@ DistanceKind = Literal["wasserstein", "cosine"]
 Matrix = np.ndarray[Any, np.dtype[np.float64]]
 Solver = Callable[[Matrix, Matrix], Matrix]
 
-# Tolerance for cosines. With rounding errors added, every cosine is at least -1e-8.
+# Tolerance for cosines between a projected gradient and the constraints. With rounding errors of double precision, each
+# cosine is at least -1e-8.
 _TOLERANCE = 4e-9
 # Number of coordinates per piece. A dozen gradients of this length fit into the cache of a processor core.
 _PIECE = 16384
 # Number of coordinates per part of the result. A part stays in the cache while gradients are added to it.
 _STRETCH = 2**18
-# Number of coordinates from which a gradient counts as long.
+# Gradients with at least this number of coordinates are summed in their own precision.
 _LONG = 100_000
 # Index of the first solver to try: 0 for quadprog, 1 for the solver in NumPy.
 _FIRST = 0 if find_spec("quadprog") else 1
@@ -39,14 +40,15 @@ _MATRIX_PIECE = 2**21
 
 @torch.no_grad()
 def project(gradient: Tensor, constraints: Tensor, margin: float = 0.0) -> Tensor:
-    """Return the vector nearest to ``gradient`` that does not point away from any constraint gradient.
+    """Project a gradient so that the result does not point away from any constraint gradient.
 
-    Solves ``min_g' 1/2 ||g' - g||^2`` subject to ``<g', g_i> >= 0`` for all rows ``g_i`` of G. The dual problem has one
-    variable per constraint: ``min_v 1/2 v^T G G^T v + g^T G^T v`` subject to ``v >= margin``, and ``g' = G^T v + g``
-    (GEM, Lopez-Paz and Ranzato, 2017, eq. 11 and 12; FedViT, eq. 7 to 9).
+    For ``margin=0``, solves ``min_g' 1/2 ||g' - g||^2`` subject to ``<g', g_i> >= 0`` for all rows ``g_i`` of G. The
+    dual problem has one variable per constraint: ``min_v 1/2 v^T G G^T v + g^T G^T v`` subject to ``v >= margin``, and
+    ``g' = G^T v + g`` (GEM, Lopez-Paz and Ranzato, 2017, eq. 11 and 12; FedViT, eq. 7 to 9).
 
-    Products are computed in double precision from unit vectors, so that the scales of the gradients do not matter:
-    ``<g', g_i> / (||g|| ||g_i||)`` is at least -1e-8. Rows may be zero, equal, or linearly dependent.
+    Dot products are computed in double precision and divided by the norms, so that the scales of the gradients do not
+    matter. Before the result is rounded to the dtype of ``gradient``, ``<g', g_i> / (||g|| ||g_i||)`` is at least
+    -1e-8. Rows may be zero, equal, or linearly dependent.
 
     Args:
         gradient: The gradient g, shape (p,).
@@ -181,7 +183,7 @@ def _sorted(tensor: Tensor) -> Tensor:
 
 def _refuse(gradient: bool, is_finite_row: list[bool]) -> None:
     locations = [] if gradient else ["the gradient"]
-    locations += [f"row {row} of the other gradients" for row, finite in enumerate(is_finite_row) if not finite]
+    locations += [f"reference gradient {row}" for row, finite in enumerate(is_finite_row) if not finite]
     raise InvalidValueError(
         f"Expected finite gradients, but got NaN, infinity or too large values in {', '.join(locations)}.",
         hint="Lower the learning rate, or clip the gradients.",

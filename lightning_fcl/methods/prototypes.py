@@ -75,13 +75,14 @@ def zero_class_sums(module: L.LightningModule) -> Tensor:
     """Return the class sums of zero samples, shape (classes, 1 + features).
 
     Raises:
-        InvalidValueError: If the module does not define its features and its number of classes.
+        InvalidValueError: If the module does not define its features or its number of classes.
     """
     if not (isinstance(module, HasNumClasses) and isinstance(module, HasFeatures)):
         raise InvalidValueError(
             "Expected a module with `num_classes`, `embed(x)` and `features`, the number of its features, but got a "
             f"`{type(module).__name__}`.",
-            hint="Use a `Classifier`, or define them and set `lightning_fcl_protocols = True`.",
+            hint="Use a `Classifier`, or define these names and set `lightning_fcl_protocols = True` in the module's "
+            "class.",
             argument="embed",
         )
     return next(module.parameters()).new_zeros(module.num_classes, 1 + module.features)
@@ -195,10 +196,10 @@ def herding_selection(features: Tensor, size: int) -> Tensor:
 class ICaRL(LwF):
     """iCaRL (Rebuffi et al., 2017): distill old classes, replay exemplars, and predict by the nearest class mean.
 
-    At the end of an experience a client chooses exemplars of its classes by `herding_selection`. The selection uses
-    normalized features of the client's model after the last round in which it trained. All classes that the client has
-    trained on share its ``memory_size`` exemplars equally. If an earlier class exceeds its share, its last exemplars
-    are removed.
+    At the end of an experience a client chooses exemplars of the experience's classes by `herding_selection`. The
+    selection uses normalized features, computed with the client's model after its last round of training. All classes
+    that the client has trained on share its ``memory_size`` exemplars equally. If an earlier class exceeds its share,
+    its last exemplars are removed.
 
     The client and the server predict the class of the nearest mean of exemplars. Exemplars stay on the client. After
     local training, a client uploads two values per class: the number of its exemplars and the sum of their features.
@@ -207,7 +208,7 @@ class ICaRL(LwF):
 
     The module's own loss trains the classes of the experience. The old classes are distilled as in `LwF`, from the
     client's model at the end of its previous experience. Deviation: the paper uses binary cross-entropies of sigmoids
-    for both.
+    for both losses.
 
     Args:
         memory_size: Number of exemplars that a client keeps, of all classes together, at least 1.

@@ -21,7 +21,8 @@ from lightning_fcl.methods.prototypes import SparseSum
 from lightning_fcl.models.lora import AdaptedLinear
 from lightning_fcl.validation import between, validated
 
-# Eigenvalues below this fraction of the largest one are rounding errors: the inputs do not have such a direction.
+# Eigenvalues of G below this fraction of the largest eigenvalue are rounding errors: no input has a component in their
+# directions.
 _NONE = 1e-10
 
 
@@ -32,12 +33,13 @@ class RegMean(ServerUpdateMethod):
     After local training a client also uploads ``G_k = X_k^T X_k`` and ``W_k G_k`` for each trained linear or
     convolutional layer. X_k are the layer's inputs for the client's samples, computed with the client's own model.
 
-    The server sums both values over clients and sets the layer to ``W = (sum_k W_k G_k) (sum_k G_k)^+``. This minimizes
-    ``sum_k ||X_k W^T - X_k W_k^T||^2``. A bias is the weight of an additional input, which is always 1. In directions
-    without inputs, W is the average of the clients' weights, as in FedAvg. All other entries are averaged as in FedAvg.
+    The server sums both values over clients and sets the layer to ``W = (sum_k W_k G_k) (sum_k G_k)^+``. For
+    ``alpha=1``, this minimizes ``sum_k ||X_k W^T - X_k W_k^T||^2``. A bias is the weight of an additional input, which
+    is always 1. In directions without inputs, W is the average of the clients' weights, as in FedAvg. All other entries
+    are averaged as in FedAvg.
 
-    With ``alpha`` below 1, the off-diagonal values of G are multiplied by ``alpha``. With 0, clients upload only the
-    diagonal, and the merge is a weighted average of each weight separately.
+    With ``alpha`` below 1, the off-diagonal values of G are multiplied by ``alpha``. With ``alpha=0``, clients upload
+    only the diagonal, and the merge is a weighted average of each weight separately.
 
     Args:
         alpha: Factor of the off-diagonal values of G, from 0 to 1.
@@ -151,8 +153,8 @@ class LoRM(RegMean):
     adapter. The layer becomes ``(sum_t W_t G_t) (sum_t G_t)^+`` over all experiences t so far, and B is reset to 0.
 
     Deviation: in the paper every task starts from the original body. Here an experience starts from the layers merged
-    after the earlier experiences. The server sends these layers to the clients in each later round, because they differ
-    from the original layers that all clients have.
+    after the earlier experiences. The server sends the merged layers to the clients in each later round, because the
+    merged layers differ from the original layers that all clients have.
 
     Args:
         alpha: Factor of the off-diagonal values of G, from 0 to 1. See `RegMean`.

@@ -94,14 +94,14 @@ class EWC(Consolidation):
     """Elastic weight consolidation (Kirkpatrick et al., 2017, eq. 3): penalize changes of important parameters.
 
     The loss is ``task loss + strength / 2 * sum_i F_i * (theta_i - theta*_i)^2`` over the trainable parameters. theta*
-    is the client's own model after its latest round of its latest experience. F is the sum, over the client's
+    is the client's own model after its last round of its previous experience. F is the sum, over the client's earlier
     experiences, of the diagonal of the empirical Fisher information, ``mean_n (d log p(y_n | x_n) / d theta_i)^2``. The
     Fisher information is computed from the true labels and the data of the client's last round of the experience. A
     client keeps theta* and F, and uploads the same tensors as in FedAvg.
 
     Args:
         strength: Weight (lambda) of the penalty, at least 0. With 0, the method is fine-tuning.
-        decay: Factor of the earlier experiences' F when an experience ends, from 0 to 1. With 1, F is a plain sum.
+        decay: Factor that multiplies the previous F when an experience ends, from 0 to 1. With 1, F is a plain sum.
         normalize: Whether to divide F by the client's greatest F_i. With plain SGD, the penalty alone then does not
             diverge if ``learning rate * strength`` is below 2. Stay well below 2, because the task loss adds its own
             curvature. False uses F as in the paper. Published strengths, such as 40,000 in Zuo et al. (2024), require
@@ -136,7 +136,8 @@ class MAS(Consolidation):
 
     Args:
         strength: Weight of the penalty, at least 0. With 0, the method is fine-tuning.
-        decay: Factor of the earlier Omega when an experience ends, from 0 to 1. With 1, Omega is a plain sum.
+        decay: Factor that multiplies the previous Omega when an experience ends, from 0 to 1. With 1, Omega is a plain
+            sum.
         normalize: Whether to divide Omega by its greatest entry, with the same effect as in `EWC`. Zuo et al. (2024)
             use a strength of 100 without normalization.
 
@@ -167,16 +168,17 @@ class SI(Consolidation):
 
     Each step adds ``-g_i * (change of theta_i)`` to omega_i. g is the gradient of the loss without this penalty, before
     gradient clipping. When an experience ends, Omega_i increases by ``omega_i / (D_i^2 + damping)`` (eq. 5), or by 0 if
-    this is negative. D_i is the change of theta_i by the client's own steps of the experience, without the server's
-    changes. For a quadratic loss, Omega_i tends to half the curvature.
+    this value is negative. D_i is the change of theta_i by the client's own steps of the experience, without the
+    server's changes. For a quadratic loss, Omega_i tends to half the curvature.
 
     A client keeps four values per parameter and uploads the same tensors as in FedAvg. Clients train sequentially.
 
     Args:
         strength: Weight of the penalty, at least 0. With 0, the method is fine-tuning.
-        decay: Factor of the earlier Omega when an experience ends, from 0 to 1. With 1, Omega is a plain sum.
+        decay: Factor that multiplies the previous Omega when an experience ends, from 0 to 1. With 1, Omega is a plain
+            sum.
         normalize: Whether to divide Omega by its greatest entry, with the same effect as in `EWC`.
-        damping: The paper's xi, above 0. It limits Omega of parameters that have hardly changed.
+        damping: The paper's xi, above 0. It limits the Omega of parameters that have hardly changed.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -218,7 +220,7 @@ class SI(Consolidation):
                 self._last[name] = p.clone(), p.grad - of_penalty
 
     def _note_step(self, client: Client, current_params: Mapping[str, Tensor]) -> None:
-        """Add the effect of the latest step to the client state, and forget the step."""
+        """Add the effect of the latest step to the client state, and discard the recorded step."""
         for name, (previous_value, gradient) in self._last.items():
             change = current_params[name] - previous_value
             client.method_state[f"fall.{name}"].sub_(gradient * change)

@@ -50,8 +50,8 @@ class Replay(Method):
     """Replay: add stored samples of earlier data to each batch.
 
     With a `FederatedStream`, each replay sample joins one batch in every local epoch. Otherwise, each batch of n
-    samples gets n replay samples, or all if there are fewer. After local training, the client offers each new sample to
-    its buffer once. Replay samples never leave the client.
+    samples gets n replay samples, or all replay samples if there are fewer than n. Each new sample is offered to the
+    client's buffer once. Replay samples never leave the client.
 
     Samples are pairs ``[x, y]`` of tensors, or, in a federation, dicts of tensors. The client stores plain tensors, so
     that all batches of a fit are plain tensors. A subclass of `torch.Tensor`, such as MONAI's ``MetaTensor``, reaches
@@ -84,9 +84,10 @@ class Replay(Method):
             client, the round and the batch. The stored samples do not change.
 
     Raises:
-        TypeError: If ``buffer`` requires Avalanche's training loop, or ``transform`` is not callable.
-        ValueError: If an argument is out of range, the stream has no base session for ``include_base``, or
-            ``transform`` changes the shape or dtype of a sample.
+        TypeError: If ``buffer`` is of another class, the buffer's selection strategy requires Avalanche's training loop,
+            or ``transform`` is not callable.
+        ValueError: If an argument is out of range, arguments conflict, the stream has no base session for
+            ``include_base``, or ``transform`` changes the shape or dtype of a sample.
 
     Example:
         >>> Replay(memory_size=10, policy="refresh", update="round").memory_size
@@ -111,8 +112,8 @@ class Replay(Method):
             if type(self.buffer).__name__ not in KINDS:
                 raise InvalidTypeError(
                     f"Expected `buffer` to be one of Avalanche's {', '.join(KINDS)}, but got "
-                    f"`{type(self.buffer).__name__}`, which requires Avalanche's training loop.",
-                    hint="Use an object of one of these classes.",
+                    f"`{type(self.buffer).__name__}`.",
+                    hint="Use an object of one of these classes. They do not require Avalanche's training loop.",
                     argument="buffer",
                 )
             if self.oversample:
@@ -310,7 +311,7 @@ def sample_reservoirs(
     present, new = set(numbers[:num_stored]), dict.fromkeys(numbers[num_stored:])
     order = list(dict.fromkeys([*present, *new]))
     present.update(new.keys())
-    # As in Avalanche, the first groups of the set get one more sample each if ``size`` is not divisible.
+    # As in Avalanche, if the number of groups does not divide ``size``, the first groups get one more sample each.
     share, rest = divmod(size, len(present))
     shares = {group: share + (place < rest) for place, group in enumerate(present)}
     weights = torch.cat([priority, torch.zeros(len(numbers) - num_stored)])

@@ -53,7 +53,9 @@ class JoiningSamples:
         return any(transform is not None for _, _, transform in self.parts)
 
     def take(self, rows: Tensor, seed: int, *key: str | int) -> Any:
-        """Return selected samples after their transforms, whose random numbers depend only on ``seed`` and ``key``.
+        """Return selected samples after their transforms.
+
+        The random numbers of a transform depend only on ``seed``, ``key`` and the name of the method's section.
 
         Args:
             rows: Indices of the samples, shape (n,).
@@ -101,7 +103,7 @@ def join_batch(method: MethodBase, client: Client, batch_idx: int) -> None:
     """Add a method's replay samples to ``client.batch``, for a data loader that is not a `FederatedStream`.
 
     Each batch of n samples gets n replay samples, or all replay samples if there are fewer than n. No replay sample is
-    repeated before all of them have been added once.
+    repeated before all replay samples have been added once.
     """
     batch, trainer = client.batch, client.module.trainer
     if not (isinstance(batch, list) and is_labelled(batch)):
@@ -175,7 +177,7 @@ class DrawnSamples:
         ]
 
     def step(self, method: MethodBase, step: Step) -> Step:
-        """Return the step with the samples drawn for a method. ``clients`` must have exactly one client.
+        """Return the step with the samples drawn for a method. Only for a `DrawnSamples` of exactly one client.
 
         The step does not change if the method draws no samples.
         """
@@ -244,7 +246,8 @@ def _checked(transform: ReplayTransform, sample: Mapping[str, Tensor]) -> Mappin
     transformed_sample = transform(dict(sample))
     if not isinstance(transformed_sample, Mapping):
         raise _ChangedSampleError(
-            f"Expected `transform` to return a dict, but got {type(transformed_sample).__name__}. Return the sample."
+            f"Expected `transform` to return a dict, but got {type(transformed_sample).__name__}. "
+            "Return the dict of the sample."
         )
     for name, (shape, dtype) in expected.items():
         value = transformed_sample.get(name)

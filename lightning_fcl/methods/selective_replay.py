@@ -1,4 +1,4 @@
-"""Replay with selected samples: random with stored logits (DER++), by gradients (Re-Fed), by leverage (FedCBDR)."""
+"""Replay of samples that are selected at random (DER++), by their gradients (Re-Fed) or by their leverage (FedCBDR)."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class DERpp(Method):
 class ReFed(Method):
     """Re-Fed (Li et al., 2024, CVPR): replay the samples with the largest gradients of a personal model.
 
-    At the end of an experience a client computes `sample_importance` for its replay samples and the samples of its last
+    At the end of an experience a client computes `sample_importance` for its replay samples and the samples of the last
     round. The client keeps the ``memory_size`` samples with the largest importance. To compute the importance, a
     personal model ``v`` takes gradient steps on all of these samples. Each step also moves ``v`` towards the model that
     the client received. ``v`` starts from the received model in the first experience and continues in later
@@ -221,14 +221,15 @@ def sample_importance(
 class FedCBDR(Method):
     """FedCBDR (NeurIPS 2025): replay samples selected by their leverage among the samples of all clients.
 
-    The leverage of a sample is ``x^T (X^T X)^+ x``. x are its features, and X are the features of all clients' samples.
-    A sample that is rare among all clients has a high leverage.
+    The leverage of a sample is ``x^T (X^T X)^+ x``. Here, x contains the features of the sample, and X contains the
+    features of all clients' samples. A sample that is rare among all clients has a high leverage.
 
     For each experience a client uploads ``X_k^T X_k`` of its features, computed with its own model. When the experience
     ends, the client receives the sum over all clients. Then the client draws n of its samples of the experience and
+    ends, the client receives the sum over all clients. Then the client draws n of its samples of the experience and
     keeps these in addition to samples of earlier experiences. n is ``memory_size`` times the client's fraction of the
-    total leverage. The samples are drawn without replacement, with probabilities proportional to the leverage, and
-    never leave the client.
+    total leverage, rounded. The samples are drawn without replacement, with probabilities proportional to the leverage.
+    They never leave the client.
 
     Deviation: in the paper a client uploads ``P_k X_k Q``, with random orthogonal P_k and Q, and the server draws the
     samples. The scores are identical. The paper's upload also reveals ``X_k^T X_k``, up to a rotation.

@@ -28,14 +28,14 @@ class Once(DownloadOnly):
 
 
 def present_experiences(module: L.LightningModule, fits: int, round_offset: int = 0) -> tuple[int, ...]:
-    """Return the experiences of the clients in the current round or a later round, in ascending order.
+    """Return the indices of the experiences that clients have in a round, in ascending order.
 
-    Without a `FederatedStream`, an experience is a fit.
+    Without a `FederatedStream`, an experience is a fit. The result then contains only ``fits``.
 
     Args:
         module: The module.
         fits: Number of earlier fits.
-        round_offset: Number of rounds after the current round.
+        round_offset: Number of rounds from the current round to this round, at least 0.
     """
     stream = find_stream(module.trainer)
     return (fits,) if stream is None else stream.plan.current_experiences(_round(module, stream.plan, round_offset))
@@ -58,12 +58,13 @@ def _round(module: L.LightningModule, plan: Plan, round_offset: int = 0) -> int:
 def models_before(module: L.LightningModule, experiences: tuple[int, ...], state: State | None = None) -> State:
     """Return the server's model as entries of `MethodBase.init_server_state`, for each experience except the first.
 
-    The entries are ``before.<experience>.<name>`` with the reduction `Once`. The server keeps the values of the first
-    round that has them. Frozen parameters and entries that clients do not download are not included.
+    The entries are ``before.<experience>.<name>`` with the reduction `Once`. The server keeps the values that an entry
+    has in the first round in which it exists. Frozen parameters and entries that clients do not download are not
+    included.
 
     Args:
         module: The module with the server's model.
-        experiences: The numbers of the experiences.
+        experiences: The indices of the experiences, from 0.
         state: The model. Default: the model in the module.
     """
     later_experiences = [number for number in experiences if number > 0]

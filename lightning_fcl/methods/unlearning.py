@@ -34,9 +34,9 @@ class Unlearning(Method):
         requests: For each client that leaves, the number of the round (from 0) after which it leaves.
 
     Raises:
-        ValueError: If a client is not in the stream, or has no data up to the round after which it leaves. Also if the
-            fit does not reach this round. Also if the module does not compute its readout from sums of statistics, or
-            if the statistics B are estimated or of low rank.
+        ValueError: If the Trainer does not run a federation, a client is not in the stream, or a client has no data up
+            to the round after which it leaves. Also if the fit does not reach this round. Also if the module does not
+            compute its readout from sums of statistics, or if the statistics B are estimated or of low rank.
 
     Example:
         >>> Unlearning(requests={"7": 3}).requests
@@ -73,9 +73,9 @@ class Unlearning(Method):
         for client, round_idx in self.requests.items():
             if not 0 <= round_idx < rounds:
                 raise InvalidValueError(
-                    f"Expected `requests` after one of the fit's {rounds} rounds, 0 to {rounds - 1}, but client "
-                    f"{client} leaves after round {round_idx}, which the fit does not reach.",
-                    hint="Name an earlier round, or raise `max_epochs`.",
+                    f"Expected each round in `requests` to be at least 0 and below {rounds}, the number of rounds "
+                    f"of the fit, but got {round_idx} for client {client}.",
+                    hint="Name a round of the fit, or raise `max_epochs`.",
                     argument="requests",
                 )
             if not any(client in current for current in plan.train[: round_idx + 1]):

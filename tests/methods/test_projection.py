@@ -199,8 +199,8 @@ def test_project_non_finite_gradient_is_named_in_error(value):
 
     for rows, names in (
         ([-1], ["the gradient"]),
-        ([2], ["row 2 of the other gradients"]),
-        ([-1, 0, 3], ["the gradient", "row 0 of the other gradients", "row 3 of the other gradients"]),
+        ([2], ["reference gradient 2"]),
+        ([-1, 0, 3], ["the gradient", "reference gradient 0", "reference gradient 3"]),
     ):
         for function in (project, gradient_distance, lambda g, others: gradient_distance(g, others, "cosine")):
             with raises(InvalidValueError, "gradient", value=names):
