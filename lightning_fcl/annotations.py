@@ -48,7 +48,7 @@ def resolve_annotations(annotations: Mapping[str, Any], module: str) -> dict[str
 def _resolve(hint: str, names: _Names) -> Any:
     try:
         return eval(hint, {}, names)
-    # The name can be an attribute of a module that only type checkers import.
+    # A name in the annotation can be an attribute of a module that only type checkers import.
     except Exception:
         return Any
 
@@ -57,7 +57,7 @@ def _resolve(hint: str, names: _Names) -> Any:
 def field_types(kind: type) -> dict[str, Any]:
     """Return the types of a dataclass's fields.
 
-    For fields that another package declares, only the types of numbers, booleans, choices and lists of them are
+    For fields that another package declares, only the types of numbers, booleans, choices and lists of these are
     returned. The other types are `Any`.
     """
     types: dict[str, Any] = {}
@@ -174,7 +174,7 @@ def _is_numpy_bool(value: object) -> bool:
 
 
 def to_plain(value: Any) -> Any:
-    """Convert a NumPy number to a Python number, and return other values unchanged."""
+    """Convert a real number or a NumPy Boolean to an int, float or bool of Python. Return other values unchanged."""
     if isinstance(value, bool | type) or type(value) in (int, float):
         return value
     if _is_numpy_bool(value):

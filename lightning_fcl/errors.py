@@ -58,7 +58,7 @@ class DamagedFileError(InvalidValueError):
 
 
 class InvalidTypeError(LightningFCLError, TypeError):
-    """An error for an argument whose type does not match the annotation of the argument."""
+    """An error for a value of an invalid type."""
 
     code = "invalid-type"
 

@@ -10,8 +10,8 @@ the registry. The finder is removed after that module has been imported. No find
 imported before.
 
 The alternative is to put a lazy module ``lightning`` into ``sys.modules``. But other code can check ``sys.modules`` to
-find out whether Lightning is imported, and would find the lazy module. Code that reads attributes of
-the lazy module would import Lightning.
+find out whether Lightning is imported, and would find the lazy module. Code that reads attributes of the lazy module
+would import Lightning.
 """
 
 from __future__ import annotations

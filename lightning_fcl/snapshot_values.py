@@ -226,7 +226,7 @@ def _overwrite(tensor: Tensor, content: Tensor) -> None:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor can be overwritten in place: it has dense data, and no elements share memory."""
+    """Return whether a tensor can be overwritten in place: it has dense data, and no dimension is expanded."""
     if is_lazy(tensor) or tensor.is_meta or tensor.layout is not torch.strided:
         return False
     return all(stride or size < 2 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))

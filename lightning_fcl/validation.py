@@ -1,4 +1,4 @@
-"""Checks of arguments. Each message has the expected value, the actual value and a hint on how to fix the error."""
+"""Checks of arguments. Messages contain the expected value, the actual value and, if possible, a hint on the fix."""
 
 from __future__ import annotations
 
@@ -113,10 +113,11 @@ def require_package(module: str, for_what: str, extra: str | None = None) -> Mod
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        missing = (error.name or module).partition(".")[0]
+        missing, wanted = (error.name or module).partition(".")[0], module.partition(".")[0]
         requirement = f'"lightning-fcl[{extra}]"' if extra else _DISTRIBUTIONS.get(missing, missing)
+        purpose = for_what if missing == wanted else f"`{wanted}` imports"
         absent = MissingPackageError(
-            f"Expected `{missing}`, which {for_what}, but it is not installed.",
+            f"Expected `{missing}`, which {purpose}, but it is not installed.",
             hint=f"Run `pip install {requirement}`.",
             value=missing,
         )
@@ -133,7 +134,8 @@ def other_lightning(kind: type) -> str:
         return ""
     return (
         f"Expected a class of `lightning.pytorch`, but {kind.__name__} is a class of the package `pytorch_lightning`. "
-        "Write `import lightning.pytorch as pl` in place of `import pytorch_lightning as pl` where it is defined."
+        "Write `import lightning.pytorch as pl` in place of `import pytorch_lightning as pl` in the file that defines "
+        "the class."
     )
 
 
@@ -213,7 +215,7 @@ def warn_of_one(argument: str, value: float, number: str, share: str) -> None:
     if isinstance(value, int) and value == 1:
         from lightning_utilities.core.rank_zero import rank_zero_only
 
-        rank_zero_only(log.warning)("`%s` is the integer 1, which is %s. Write 1.0 for %s.", argument, number, share)
+        rank_zero_only(log.warning)("`%s` is the integer 1, which means %s. Write 1.0 for %s.", argument, number, share)
 
 
 def one_of(choices: Collection[str | None], **arguments: object) -> None:
@@ -253,7 +255,7 @@ def validate_fields(instance: object) -> None:
         if value is None and data_field.default is not MISSING and not accepts(None, types[data_field.name]):
             raise InvalidTypeError(
                 f"Expected `{data_field.name}` to be given but got None.",
-                hint=f"Leave it out for {data_field.default!r}.",
+                hint=f"Leave `{data_field.name}` out for the default, {data_field.default!r}.",
                 argument=data_field.name,
             )
         default = Parameter.empty if data_field.default is MISSING else data_field.default

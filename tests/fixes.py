@@ -1270,7 +1270,7 @@ ROWS |= {
         fit_module,
         {"module": StatesLoss, "method": FedProto()},
         {"module": Embeds},
-        "define them and set `lightning_fcl_protocols = True`",
+        "define these names and set `lightning_fcl_protocols = True`",
     ),
     "CCVR with a module without features": Row(
         fit_module,

@@ -189,7 +189,7 @@ ROWS |= {
         lambda lab, **options: ClassIncremental(**options),
         {"num_experiences": None},
         None,
-        "Leave it out for 5.",
+        "Leave `num_experiences` out for the default, 5.",
         InvalidTypeError,
     ),
     "number below its range": Row(

@@ -49,7 +49,10 @@ def test_did_you_mean_suggests_only_similar_names():
 
 
 def test_none_for_a_field_with_another_default_raises():
-    with pytest.raises(TypeError, match=r"Expected `num_experiences` to be given but got None. Leave it out for 5."):
+    with pytest.raises(
+        TypeError,
+        match=r"Expected `num_experiences` to be given but got None. Leave `num_experiences` out for the default, 5.",
+    ):
         ClassIncremental(num_experiences=None)
     assert ClassIncremental(samples_per_round=None, class_order=None).num_experiences == 5
 

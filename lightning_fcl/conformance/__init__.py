@@ -1,7 +1,6 @@
-"""Statements about a method from its paper, checked on any implementation of the method.
+"""Statements about methods, mostly from papers, and functions that check them on any implementation of a method.
 
-This package contains no methods, and no statements about accuracies. A statement is an identity, or an inequality that
-holds with a margin for several seeds.
+A statement is an identity or an inequality. No statement is about accuracies. This package contains no methods.
 """
 
 import lazy_loader

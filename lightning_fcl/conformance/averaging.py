@@ -29,7 +29,17 @@ from lightning_fcl.models.lora import LoRA
 def register_fedavg_statement(
     claim: str, says: str = "", tasks: int = 2, rounds: int = 2, clients: int = 3, batch_size: int = 8, **arguments: Any
 ) -> None:
-    """Register the statement that the method ``claim`` equals FedAvg with some arguments, or on some streams."""
+    """Register the statement that the method ``claim`` gives the same result as FedAvg.
+
+    Args:
+        claim: Name of the method.
+        says: Reason why the results are equal. By default, the statement names ``arguments``.
+        tasks: Number of tasks.
+        rounds: Number of rounds per task.
+        clients: Number of clients.
+        batch_size: Batch size.
+        **arguments: Arguments of the method.
+    """
     title = says or "with " + " and ".join(f"{name} = {value}" for name, value in arguments.items())
 
     @statement(claim, f"{title}, so the result equals FedAvg" if says else f"{title} the result equals FedAvg")
@@ -98,7 +108,7 @@ def _(kind: type[Method]) -> None:
     assert_close(outcomes[0], outcomes[1], "after a round of one client", 1e-8)
 
 
-@statement("FedRep", "heads never leave the clients, so the server's head does not change and its body is trained")
+@statement("FedRep", "heads are client-local: the server's head does not change, and the server's body is trained")
 def _(kind: type[Method]) -> None:
     initial_task, final_task = make_task().double(), train([make_method(kind)])
     heads, bodies = (
@@ -148,7 +158,9 @@ def _(kind: type[L.LightningModule]) -> None:
     unseen = sorted({*range(CLASSES)} - {*stream.plan.tasks["0"][0]})
     outputs = task(_inputs(stream))[:, unseen]
     if outputs.abs().max() > 0:
-        raise AssertionError(f"the outputs for the unseen classes {unseen} are up to {float(outputs.abs().max()):.2g}")
+        raise AssertionError(
+            f"an output for the unseen classes {unseen} has the magnitude {float(outputs.abs().max()):.2g} instead of 0"
+        )
 
 
 @statement("RanPAC", "the classifier does not depend on how the samples are distributed over clients")

@@ -90,12 +90,15 @@ def make_method(kind: Implementation, **arguments: Any) -> Any:
 
 
 def make_rules(*methods: Method) -> dict[str, str]:
-    """Return the reductions that methods need: a client-local head if a method needs one, otherwise none."""
+    """Return the reductions that methods need: a client-local head if a method needs one, otherwise {}."""
     return {"model.head.*": "local"} if any(method.needs.local_head for method in methods) else {}
 
 
 def samples() -> tuple[Tensor, Tensor]:
-    """Return 240 samples of 6 classes, each class around its own center, in double precision, and their labels."""
+    """Return 240 samples in double precision, shape (240, 8), and their labels, shape (240,).
+
+    Each of the 6 classes has its own center.
+    """
     draws = torch.Generator().manual_seed(0)
     centres = torch.randn(CLASSES, FEATURES, generator=draws, dtype=torch.float64)
     y = torch.arange(240) % CLASSES
@@ -103,7 +106,7 @@ def samples() -> tuple[Tensor, Tensor]:
 
 
 def make_stream(clients: int = 3, tasks: int = 2, rounds: int = 2, seed: int = 0, **overrides: Any) -> FederatedStream:
-    """Return a class-incremental stream of `samples`, for clients with the same number of samples."""
+    """Return a class-incremental stream of `samples`, by default with an IID partition over the clients."""
     scenario = ClassIncremental(tasks, rounds)
     arguments: dict[str, Any] = {
         "scenario": scenario,
@@ -156,7 +159,7 @@ def train(
         try:
             trainer.fit(task, datamodule=stream, ckpt_path=ckpt_path)
         except (InvalidValueError, InvalidTypeError) as error:
-            raise NotApplicableError(f"the class rejects the trial: {error}") from error
+            raise NotApplicableError(f"the fit of the check raised {type(error).__name__}: {error}") from error
     return task
 
 
@@ -168,7 +171,7 @@ def assert_same(actual: nn.Module, expected: nn.Module, description: str, tolera
 def assert_close(
     actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], description: str, tolerance: float = ROUNDING
 ) -> None:
-    """Raise AssertionError unless two dicts of tensors have the same names, and values within ``tolerance``."""
+    """Raise AssertionError unless two dicts of tensors have the same names and differ by at most ``tolerance``."""
     if set(actual) != set(expected):
         raise AssertionError(f"{description}: the names of the tensors differ: {sorted(set(actual) ^ set(expected))}")
     for name, value in actual.items():

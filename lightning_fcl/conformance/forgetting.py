@@ -52,8 +52,8 @@ def _holds_more(claim: str, **arguments: Any) -> None:
             )
             if not method_distance < 0.95 * finetuning_distance:
                 raise AssertionError(
-                    f"seed {seed}: the method changes the parameters by {method_distance:.3f}, fine-tuning by "
-                    f"{finetuning_distance:.3f}"
+                    f"seed {seed}: the method changes the parameters by {method_distance:.3f}, but must stay below "
+                    f"95 % of the change by fine-tuning, {finetuning_distance:.3f}"
                 )
 
 
@@ -77,15 +77,16 @@ def _(kind: type[Method]) -> None:
             distances.append(float((answers - first_answers).detach().abs().sum(dim=1).mean()))
         if not distances[0] < 0.95 * distances[1]:
             raise AssertionError(
-                f"seed {seed}: the probabilities change by {distances[0]:.3f}, with fine-tuning by {distances[1]:.3f}"
+                f"seed {seed}: the probabilities change by {distances[0]:.3f}, but must stay below 95 % of the change "
+                f"with fine-tuning, {distances[1]:.3f}"
             )
 
 
 def _never_against_the_past(claim: str, **arguments: Any) -> None:
     """Register the statement that steps of the method ``claim`` do not increase the loss on replay samples.
 
-    The check is of first order: a step must not go against the gradient on replay samples. The replay buffer contains
-    all samples of the client, so the check computes the gradient without access to the buffer.
+    The check is of first order: the projected gradient must not point away from the gradient on replay samples. The
+    replay buffer contains all samples of the client, so the check computes the gradient without access to the buffer.
     """
 
     @statement(claim, "no step goes against the gradient on replay samples of past tasks")
@@ -104,7 +105,7 @@ def _never_against_the_past(claim: str, **arguments: Any) -> None:
 
         train([make_method(Watched, memory_size=1.0, **arguments)], make_stream(clients=1))
         if not cosines:
-            raise AssertionError("no step of the second task was projected")
+            raise AssertionError("no step of the second task called `project_gradient`")
         if min(cosines) < -1e-6:
             raise AssertionError(f"a step has the cosine {min(cosines):.4f} with the gradient on the past task")
 
@@ -113,8 +114,10 @@ _never_against_the_past("GEM", margin=0.0)
 _never_against_the_past("AGEM")
 
 
-@statement("ReFed", "with room for all samples, each past sample joins one batch of each epoch of the next task")
-@statement("Replay", "with room for all samples, each past sample joins one batch of each epoch of the next task")
+@statement("ReFed", "if the buffer stores all samples, each past sample joins one batch of each epoch of the next task")
+@statement(
+    "Replay", "if the buffer stores all samples, each past sample joins one batch of each epoch of the next task"
+)
 def _(kind: type[Method]) -> None:
     recorder = _Seen()
     train([make_method(kind, memory_size=100_000)], make_stream(clients=1), callbacks=[recorder])
@@ -226,10 +229,13 @@ def _(kind: type[Method]) -> None:
     for name, module in task.named_modules():
         hooks = [*module._forward_hooks, *module._forward_pre_hooks, *module._backward_hooks]
         if hooks:
-            raise AssertionError(f"`{name}` still has {len(hooks)} hooks")
+            raise AssertionError(f"`{name or type(task).__name__}` has hooks after the fit: {len(hooks)} instead of 0")
     for (name, parameter), initial_parameter in zip(task.named_parameters(), initial_task.parameters(), strict=True):
         if parameter.requires_grad != initial_parameter.requires_grad:
-            raise AssertionError(f"`{name}.requires_grad` is {parameter.requires_grad} after the fit")
+            raise AssertionError(
+                f"`{name}.requires_grad` is {parameter.requires_grad} after the fit, but was "
+                f"{initial_parameter.requires_grad} before the fit"
+            )
 
 
 class _SaveAfter(Callback):
@@ -243,11 +249,11 @@ class _SaveAfter(Callback):
 class _LooksForNaN(Callback):
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         server = require_federation(trainer, "a statement", "it has no clients").server
-        sections_by_owner = {client: server.client_store[client] for client in server.client_store} | {
+        sections_by_owner = {f"client {client}": server.client_store[client] for client in server.client_store} | {
             "the server": {"state": server.state}
         }
         for owner, sections in sections_by_owner.items():
             for section, memory in sections.items():
                 for name, value in memory.items():
                     if not value.isfinite().all():
-                        raise AssertionError(f"`{section}.{name}` of {owner} is non-finite")
+                        raise AssertionError(f"`{section}.{name}` of {owner} has non-finite values")

@@ -34,9 +34,9 @@ def get_statements(kind: Implementation) -> list[Statement]:
 
     Args:
         kind: A `Method`, or a LightningModule that is created as ``kind(model, num_classes)``. The class
-            attribute ``implements`` names the implemented method, as in ``implements = "FedProx"``. The class must
-            use the argument names of this library. A method without ``implements`` must fulfill the statements about
-            every method.
+            attribute ``implements`` names the implemented method, as in ``implements = "FedProx"``. The default is the
+            name of the class. The class must use the argument names of this library. A `Method` must also fulfill the
+            statements about every method.
 
     Raises:
         ValueError: If there are no statements about a method in ``implements``.

@@ -84,8 +84,8 @@ class Replay(Method):
             client, the round and the batch. The stored samples do not change.
 
     Raises:
-        TypeError: If ``buffer`` is of another class, the buffer's selection strategy requires Avalanche's training loop,
-            or ``transform`` is not callable.
+        TypeError: If ``buffer`` is of another class, its selection strategy requires Avalanche's training loop, or
+            ``transform`` is not callable.
         ValueError: If an argument is out of range, arguments conflict, the stream has no base session for
             ``include_base``, or ``transform`` changes the shape or dtype of a sample.
 

@@ -11,9 +11,9 @@ from lightning_fcl.federation.fedbuff import FedBuff
 from lightning_fcl.federation.synchronization import Deadline, Participation
 from lightning_fcl.models import EchoStateNetwork
 
-MAX_SIZE = "`memory_size` is the integer 1, which is 1 sample. Write 1.0 for all samples."
-BATCH = "`{}` is the integer 1, which is {}. Write 1.0 for all batches."
-CLIENT = "`participation` is the integer 1, which is 1 of 5 clients per round. Write 1.0 for all clients."
+MAX_SIZE = "`memory_size` is the integer 1, which means 1 sample. Write 1.0 for all samples."
+BATCH = "`{}` is the integer 1, which means {}. Write 1.0 for all batches."
+CLIENT = "`participation` is the integer 1, which means 1 of 5 clients per round. Write 1.0 for all clients."
 
 
 @pytest.fixture
@@ -39,7 +39,9 @@ def test_connectivity_integer_one_warns_once(warnings_of):
     for (name, share), seed in zip(names.items(), (0, 3), strict=True):
         options = {"units": 4, "num_layers": 2, "seed": seed}
         (message,) = warnings_of(EchoStateNetwork, 3, **options, **{name: 1})
-        assert message.startswith(f"`{name}` is the integer 1, which is 1 ") and message.endswith(f"1.0 for {share}.")
+        assert message.startswith(f"`{name}` is the integer 1, which means 1 ") and message.endswith(
+            f"1.0 for {share}."
+        )
         assert warnings_of(EchoStateNetwork, 3, **options, **{name: 1.0}) == []
         assert warnings_of(EchoStateNetwork, 3, **options, **{name: 2}) == []
     # With a single input, 1 and 1.0 have the same meaning.
