@@ -176,13 +176,13 @@ ROWS |= {
         aggregate,
         {"reduction": Alone()},
         {"reduction": Mean()},
-        "Define `sync` in the accumulator, or train with `devices=1`.",
+        "Define `sync` in the accumulator, or train with `devices=1` and `num_nodes=1`.",
     ),
     "reduction of one process, on one device": Row(
         aggregate,
         {"reduction": Alone()},
         {"processes": 1},
-        "Define `sync` in the accumulator, or train with `devices=1`.",
+        "Define `sync` in the accumulator, or train with `devices=1` and `num_nodes=1`.",
     ),
     "processes with other recipes": Row(
         compare,

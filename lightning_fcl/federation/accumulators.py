@@ -32,7 +32,7 @@ class Accumulator(Protocol):
         """
 
     def compute(self, server: Mapping[str, Tensor]) -> State:
-        """Return the new server values. Called once per round, after at least one upload.
+        """Return the new server values. Call this function once per round, after at least one upload was added.
 
         Args:
             server: The server's values at the start of the round.
@@ -44,15 +44,15 @@ class AddsClientGroups(Protocol):
     """An `Accumulator` that accepts the weighted sums of vectorized clients in place of their uploads."""
 
     def update_group(self, values: Mapping[str, Tensor], sums: GroupSums, weights: Sequence[float]) -> None:
-        """Add uploads, shape (clients, ...). For entries in ``sums``, add the weighted sums in place of the uploads."""
+        """Add uploads of shape (clients, ...). For entries in ``sums``, add the weighted sums in place of uploads."""
 
 
 @runtime_checkable
 class Reorders(Protocol):
-    """An `Accumulator` whose result can depend on the order of the uploads."""
+    """An `Accumulator` that keeps single uploads. The `Aggregator` sorts the uploads by client before `compute`."""
 
     def reorder(self, order: Sequence[int]) -> None:
-        """Sort the uploads by client. ``order`` contains the current position of each upload, in the new order."""
+        """Sort the uploads by client. ``order[i]`` is the current position of the upload that moves to position i."""
 
 
 @runtime_checkable
@@ -67,9 +67,9 @@ class GatheringAccumulator:
     """An `Accumulator` that keeps all uploads of a round, for a rule that needs all uploads at the same time.
 
     Args:
-        aggregate_fn: Function that returns the new values. The arguments are the uploads of each entry as a list, in
-            the order of the clients, and the server's values.
-        copy_fn: Function that makes the copy of each upload that is kept. Default: `torch.clone`.
+        aggregate_fn: Function that returns the new server values by name. The first argument maps each entry name to
+            the list of its uploads, in the order of the clients. The second argument contains the server's values.
+        copy_fn: Function that copies an upload before the accumulator keeps it. Default: `torch.clone`.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class GatheringAccumulator:
             self._rows.setdefault(name, []).extend(rows)
 
     def reorder(self, order: Sequence[int]) -> None:
-        """Reorder the uploads of each entry. ``order`` contains the uploads' current positions, in the new order."""
+        """Sort the uploads by client. ``order[i]`` is the current position of the upload that moves to position i."""
         self._rows = {name: [rows[place] for place in order] for name, rows in self._rows.items()}
 
     def compute(self, server: Mapping[str, Tensor]) -> State:
@@ -99,7 +99,7 @@ class GatheringAccumulator:
 
 
 def nonzero_rows(value: Tensor) -> Tensor:
-    """Return the rows of a matrix that have a nonzero element."""
+    """Return the rows of a matrix that have at least one nonzero element."""
     return value[value.any(dim=1)]
 
 
@@ -144,7 +144,7 @@ class WeightedMean:
 
 
 class SparseMeans:
-    """The weighted mean of each element over the clients whose value is not zero.
+    """The weighted mean of each element, over the clients whose upload is not zero in this element.
 
     An element that is zero for all clients keeps the server's value.
     """

@@ -46,7 +46,7 @@ ClientWeights = Literal["samples", "trained_samples", "uniform"] | dict[str, flo
 """Weight of each client in means.
 
 ``"samples"``: the client's number of samples in the round. ``"trained_samples"``: the number of samples on which the
-client trained, including replay samples. ``"uniform"``: 1. A dict contains a number for each client.
+client trained, including replay samples. ``"uniform"``: 1. A dict maps each client name to the weight.
 """
 
 
@@ -60,7 +60,7 @@ def state_tensors(module: nn.Module) -> State:
     seen_ids: set[int] = set()
     for name, value in module.state_dict(keep_vars=True).items():
         if name.endswith("_extra_state") or not isinstance(value, Tensor):
-            description = "extra state" if name.endswith("_extra_state") else f"a {type(value).__name__}"
+            description = "extra state" if name.endswith("_extra_state") else f"a value of type {type(value).__name__}"
             raise InvalidValueError(
                 f"Expected a state of tensors, but `{name}` is {description}, which cannot be averaged.",
                 hint="Store the value in a buffer, with `register_buffer`.",
@@ -73,7 +73,7 @@ def state_tensors(module: nn.Module) -> State:
 
 
 def load_state_tensors(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Write a state into a module. Tensors with a new shape, and tensors that share memory (`expand`), get new data."""
+    """Write a state into a module. A tensor gets new storage if its shape changes or its elements share memory."""
     for name, tensor in state_tensors(module).items():
         # `expand` makes several elements share one memory location, so that the tensor cannot be written in place.
         shared = 0 in tensor.stride()
@@ -86,7 +86,8 @@ def load_state_tensors(module: nn.Module, state: Mapping[str, Tensor]) -> None:
 def check_state(module: nn.Module, state: Mapping[str, object]) -> None:
     """Raise InvalidValueError if a state does not match a module.
 
-    Names, dtypes and shapes must match. If a tensor of the module is finite, the tensor of the state must be finite.
+    Names, dtypes and shapes must match. If a tensor of the module is finite, the tensor of this name in the state must
+    also be finite.
     """
     expected_state: State = module.state_dict()
     missing, unknown = (
@@ -123,8 +124,8 @@ def check_state(module: nn.Module, state: Mapping[str, object]) -> None:
         # Accept non-finite numbers if the module's own tensor has some, such as a mask with -inf.
         if wrong and torch.isfinite(tensor).all():
             raise InvalidValueError(
-                f"Expected a state of finite numbers, but {wrong} of {value.numel()} numbers in `{name}` are "
-                "non-finite.",
+                f"Expected a state of finite numbers, but `{name}` contains non-finite numbers ({wrong} of "
+                f"{value.numel()}).",
                 hint="Use the state of an earlier round.",
                 argument=name,
             )
@@ -149,7 +150,7 @@ def get_reduction(name: str, reduction: str | Reduction) -> Reduction:
 
 
 def assign_reductions(state: Mapping[str, Tensor], *rules: ReductionRules) -> dict[str, Reduction]:
-    """Return the reduction of each entry: from the last rule that matches the entry's name, or ``mean``.
+    """Return the reduction of each entry: from the last rule that matches the entry's name, or ``mean`` by default.
 
     Raises:
         InvalidValueError: If a pattern matches no entry, or a reduction is unknown.
@@ -172,7 +173,7 @@ def assign_reductions(state: Mapping[str, Tensor], *rules: ReductionRules) -> di
 
 def get_reductions(module: nn.Module, rules: ReductionRules | None = None) -> dict[str, Reduction]:
     """Return the reduction of each entry of a module's state. ``rules`` override the module's ``reductions``."""
-    # If `reductions` is a property, it is evaluated again in each round.
+    # Read the attribute in each call, because a property can return other reductions in another round.
     module_rules: object = getattr(module, "reductions", {})
     if not (
         isinstance(module_rules, Mapping) and all(isinstance(given, str | Reduction) for given in module_rules.values())
@@ -183,9 +184,9 @@ def get_reductions(module: nn.Module, rules: ReductionRules | None = None) -> di
 
 
 def frozen_parameters(module: nn.Module, reductions: Mapping[str, Reduction]) -> list[str]:
-    """Return the names of the frozen parameters that clients download, start from and upload.
+    """Return the names of the frozen parameters that clients download, start from and upload by their reductions.
 
-    A client uploads a frozen parameter only if training has changed the parameter.
+    The server leaves out such a parameter from an upload if training has not changed the parameter.
     """
     # The state of a module can omit some parameters.
     frozen = [name for name, p in module.named_parameters() if not p.requires_grad and name in reductions]
@@ -220,7 +221,8 @@ class UpdateSums:
 
     Args:
         reductions: The reduction of each entry.
-        mask: The transform with ``sums_only``, for which the server adds encoded updates. None: there is no mask.
+        mask: The transform with ``sums_only``. The server adds updates that this transform encoded. None: there is no
+            such transform.
     """
 
     def __init__(self, reductions: Mapping[str, Reduction], mask: UploadTransform | None = None) -> None:
@@ -245,7 +247,7 @@ class UpdateSums:
             if not isinstance(self._encoded, Syncable):
                 raise InvalidValueError(
                     f"Expected one device for an accumulator without `sync`, but got {ranks.num_ranks}.",
-                    hint="Define `sync` in the accumulator, or train with `devices=1`.",
+                    hint="Define `sync` in the accumulator, or train with `devices=1` and `num_nodes=1`.",
                     argument="devices",
                 )
             self._encoded.sync(ranks)
@@ -254,7 +256,7 @@ class UpdateSums:
         self._weights = [weight for weights in ranks.all_gather_object(self._weights) for weight in weights]
 
     def compute(self, server: Mapping[str, Tensor], clients: Sequence[str], round_idx: int) -> Sums:
-        """Return the sums of a round. Without uploads, sums are zero (with a mask: ``values`` is empty)."""
+        """Return the sums of a round. Without uploads, all sums are zero, or ``values`` is empty if there is a mask."""
         denominators = {name: math.fsum(self._weights) if name in self._weighted else 1.0 for name in self.names}
         if self._encoded is not None:
             values = self._encoded.compute(server) if self._weights else {}
@@ -293,8 +295,9 @@ def _wide(value: Tensor) -> torch.dtype:
 class Aggregator:
     """The aggregator of one round's uploads. Each entry is combined by the reduction of the entry.
 
-    The result does not depend on the order of the uploads. An accumulator that keeps all uploads sorts them by client
-    index. The other built-in accumulators compute exact sums. Entries with equal reductions share an accumulator.
+    The result does not depend on the order of the uploads. Accumulators that keep all uploads get the uploads sorted by
+    client index. The other built-in accumulators compute exact sums. Entries with equal reductions share an
+    accumulator.
     """
 
     def __init__(self, reductions: Mapping[str, Reduction], pipeline: Pipeline | None = None) -> None:
@@ -303,7 +306,7 @@ class Aggregator:
         self.num_uploads = 0
         self._numbers: list[int] = []
         self._shapes: dict[str, tuple[int, ...]] = {}
-        # Masks of the elements that are non-finite in some upload. These elements keep the server's value.
+        # Masks of the elements that are non-finite in at least one upload. These elements keep the server's value.
         self._aside: State = {}
         groups: dict[Reduction, list[str]] = {}
         for name, reduction in reductions.items():
@@ -353,7 +356,7 @@ class Aggregator:
             shape = tuple(uploads[name].shape[1:])
             if shape != self._shapes.setdefault(name, shape):
                 raise InvalidValueError(
-                    f"Expected `{name}` to have shape {self._shapes[name]}, as other clients sent it, but got {shape}.",
+                    f"Expected `{name}` to have the shape {self._shapes[name]} of earlier uploads, but got {shape}.",
                     argument=name,
                     value=shape,
                 )
@@ -378,8 +381,8 @@ class Aggregator:
             if not isinstance(accumulator, Syncable):
                 raise InvalidValueError(
                     f"Expected one device for the reduction `{self.reductions[names[0]]}` of `{names[0]}`, but got "
-                    f"{ranks.num_ranks}. Its accumulator has no `sync`, which adds the uploads of other ranks.",
-                    hint="Define `sync` in the accumulator, or train with `devices=1`.",
+                    f"{ranks.num_ranks}. The reduction's accumulator has no `sync` to add the uploads of other ranks.",
+                    hint="Define `sync` in the accumulator, or train with `devices=1` and `num_nodes=1`.",
                 )
             accumulator.sync(ranks)
         rank_values = ranks.all_gather_object((self._numbers, {name: mask.cpu() for name, mask in self._aside.items()}))
@@ -389,7 +392,7 @@ class Aggregator:
         self.num_uploads = len(self._numbers)
 
     def compute(self, server: Mapping[str, Tensor]) -> State:
-        """Return the old server state, updated by the aggregated uploads. Entries in ``sums`` keep the old value.
+        """Return the new server state. Entries in the attribute ``sums`` keep the old value.
 
         Raises:
             InvalidValueError: If an entry that was finite becomes non-finite.

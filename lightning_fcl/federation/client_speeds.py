@@ -65,7 +65,7 @@ class Speed:
         return self.latency + download_seconds + samples * (self.seconds_per_sample or 0.0) + upload_seconds
 
     def scale(self, compute: float, link: float) -> Speed:
-        """Return a copy with multiplied training and transfer times. The latency stays the same.
+        """Return a copy whose training and transfer times are multiplied by factors. The latency stays the same.
 
         Args:
             compute: Factor of the training time.
@@ -99,10 +99,10 @@ class ClientSpeeds:
         upload_bandwidth: Typical upload bandwidth in bytes per second. None: uploads take no time.
         download_bandwidth: Typical download bandwidth in bytes per second. None: downloads take no time.
         latency: Typical fixed time in seconds that is added to each round, for example for waking up and connecting.
-        spread: Standard deviation of the logarithm of both random factors. Their median is 1. With 0.5, about one
-            client in six takes more than 1.65 times the typical time.
+        spread: Standard deviation of the logarithm of both random factors. Their median is 1. With 0.5, each factor is
+            above 1.65 for about one client in six.
         variation: Standard deviation of the logarithm of a third random factor with median 1. This factor multiplies
-            the total time of a round. It differs for each client and round.
+            the total time of a round, and is drawn for each client and round.
         per_client: Explicit values, by client name and argument name. A missing value is the typical value. ``spread``
             does not change the values of these clients.
         path: YAML file with values in the format of ``per_client``, or CSV file with a column ``client`` and columns
@@ -148,7 +148,7 @@ class ClientSpeeds:
 
     @property
     def explicit_clients(self) -> list[str]:
-        """The clients with explicit values. Each must be a client of the stream."""
+        """Names of the clients with explicit values. Each name must be a client of the stream."""
         return [*self.per_client]
 
     def check_clients(self, clients: tuple[str, ...]) -> None:
@@ -157,12 +157,12 @@ class ClientSpeeds:
         if missing:
             raise MissingValueError(
                 f"Expected `seconds_per_sample` of every client, but it is missing for {format_names(missing, 3)}.",
-                hint="Set `seconds_per_sample` in `ClientSpeeds`. It applies to all clients without their own value.",
+                hint="Set `seconds_per_sample` in `ClientSpeeds`. It applies to all clients without an explicit value.",
                 argument="seconds_per_sample",
             )
 
     def for_client(self, client: str, seed: int) -> Speed:
-        """Return the speed of a client. The random ``spread`` is included. The ``variation`` of a round is not."""
+        """Return the speed of a client, with the random factors of ``spread`` but without that of ``variation``."""
         if client in self._speeds or not self.spread:
             return self._speeds.get(client, self.typical)
         compute, link = (_factor(self.spread, seed, "speed", part, client) for part in ("compute", "link"))
@@ -195,7 +195,7 @@ def _factor(sigma: float, seed: int, *parts: str | int) -> float:
 def _check_number(name: str, value: object, above_zero: bool = False) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not number or value < 0 or (value == 0 and above_zero):  # type: ignore[operator]
-        comparison = "above" if above_zero else "at least"
+        comparison = "above" if above_zero else "of at least"
         raise InvalidValueError(
             f"Expected `{name}` to be a finite number {comparison} 0, but got {value}.", argument=name, value=value
         )
@@ -230,11 +230,13 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         rows = list(csv.DictReader(read_lines(path, _AGAIN)))
     except csv.Error as error:
-        raise InvalidValueError(f"Expected {path} to be CSV, but got: {error}.", hint=_AGAIN) from error
+        raise InvalidValueError(
+            f"Expected {path} to be a CSV file, but reading it failed: {error}.", hint=_AGAIN
+        ) from error
     # `csv` stores extra cells of a row under the key None.
     if any(None in row or _CLIENT not in row for row in rows):
         raise InvalidValueError(
-            f"Expected a column `{_CLIENT}`, and no more cells than columns, in {path}.",
+            f"Expected a column `{_CLIENT}`, and no more cells than columns, in each row of {path}.",
             hint=f"Add a header with the column `{_CLIENT}`, and give each row one cell per column.",
             argument=_CLIENT,
             value=path,

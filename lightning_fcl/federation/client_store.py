@@ -48,7 +48,7 @@ RESULT = "result."
 """Prefix of entry names in ``PROGRESS``. ``result.NAME`` marks that section ``NAME`` contains a method's result."""
 
 _SUFFIX = ".safetensors"
-# Suffix of the names of images that are stored as uint8 pixels.
+# Suffix of entry names. It marks images that are stored as uint8 pixels.
 _MARK = "|uint8"
 
 
@@ -99,8 +99,8 @@ class ClientStore:
 
     Args:
         kind: ``"memory"``, or ``"disk"`` for files.
-        folder: Folder of the files. The files of a round survive a power failure after `sync` or
-            `commit_round`. Default: a temporary folder, which is deleted at the end and is never synchronized.
+        folder: Folder of the files. `sync` and `commit_round` flush the files to the disk, which protects them from a
+            power failure. Default: a temporary folder, which is deleted at the end and is never flushed.
     """
 
     def __init__(self, kind: Literal["memory", "disk"] = "memory", folder: str | Path | None = None) -> None:
@@ -111,7 +111,8 @@ class ClientStore:
         self._states: dict[str, ClientState] = {}
         self._pixels: PixelEncoding | None = None
         self._first = True
-        # State of each client from before the current round, if the round has changed it. None outside a round.
+        # For each client whose state the current round has changed: the state before the round. For a store on disk,
+        # {} means that a backup file contains this state. None outside a round.
         self._before: dict[str, ClientState | None] | None = None
         self._folder: Path | None = None
         self._lasting, self._written = folder is not None, set[Path]()
@@ -124,10 +125,10 @@ class ClientStore:
                 self._folder.mkdir(parents=True, exist_ok=True)
 
     def store_as_uint8(self, scale: tuple[Tensor, Tensor, tuple[int, ...]] | None) -> None:
-        """Store images in client states as uint8 pixels (see `PixelEncoding`), also in the states already stored.
+        """Store images in client states as uint8 pixels (see `PixelEncoding`). Stored states are converted too.
 
         Args:
-            scale: Mean, standard deviation and shape of an image. None: store images unchanged.
+            scale: Mean and standard deviation of the pixels, and shape of one image. None: store images unchanged.
         """
         states = {client: self[client] for client in self} if self._first and (scale or self._pixels) else {}
         self._pixels = PixelEncoding(*scale) if scale else None
@@ -157,9 +158,12 @@ class ClientStore:
         try:
             self._written.add(write_atomic(self._path(client), content, sync=False))
         except DiskFullError as error:
+            # Only temporary folders depend on TMPDIR and can be replaced by a store in memory.
+            if self._lasting:
+                raise
             raise DiskFullError(
-                f"{error} Or set the environment variable TMPDIR to a folder on a larger disk, or keep the client "
-                'states in memory: client_store="memory".'
+                f"{error} Alternatively, set the environment variable TMPDIR to a folder on a larger disk, or keep "
+                'client states in memory: client_store="memory".'
             ) from error
 
     def _read(self, client: str) -> ClientState:
@@ -192,7 +196,7 @@ class ClientStore:
         self._before = {}
 
     def sync(self) -> None:
-        """Flush the files that were written since the last call, so that they survive a power failure.
+        """Flush the files that were written since the last call to the disk, for protection from a power failure.
 
         Files in a temporary folder are not flushed.
         """
@@ -235,7 +239,7 @@ class ClientStore:
         return self._path(client).with_suffix(".before")
 
     def get_section(self, client: str, section: str) -> StateSection:
-        """Return a section of a client's state, or {}. The section of a method has the name of the method's class."""
+        """Return a section of a client's state, or {} if it is missing. A method's section is named like its class."""
         return self[client].get(section, {})
 
     def set_section(self, client: str, section: str, values: StateSection) -> None:
@@ -317,7 +321,9 @@ def enter_round(client_state: ClientState, experience: int, accepted: int) -> Cl
 
     A method can have two states: the result for an experience (section ``NAME``), and the state before the result was
     computed (section ``NAME/within``). In another round of the same experience, section ``NAME`` is set to the state
-    before the result. In a new experience, section ``NAME`` keeps the result, and ``NAME/within`` is removed.
+    before the result. In a new experience, section ``NAME`` keeps the result, and ``NAME/within`` is removed. In
+    another round of the same experience, ``NAME/sent`` is set to ``NAME/sending`` if the server accepted the latest
+    upload.
 
     Args:
         client_state: The client's stored state.

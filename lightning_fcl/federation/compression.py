@@ -45,7 +45,7 @@ class Compression(UpdateCodec, ABC):
         """Return the encoded updates of several clients. ``updates`` has shape (clients, n)."""
 
     def should_compress(self, value: Tensor) -> bool:
-        """Return whether the encoded update of a tensor is shorter than the tensor. Otherwise, the tensor is sent."""
+        """Return whether the encoded update of a tensor is shorter than the tensor."""
         return self.nbytes(value.numel(), value.element_size()) < value.nbytes
 
     def codes(self, name: str, setting: Setting) -> bool:
@@ -55,9 +55,9 @@ class Compression(UpdateCodec, ABC):
         for name in setting.trainable:
             if not setting.reductions[name].compressible:
                 raise InvalidValueError(
-                    f"Expected a reduction that can be compressed, such as `mean`, for the parameter `{name}`, but got "
-                    f"`{setting.reductions[name]}`.",
-                    hint="Use another reduction, or remove `compression`.",
+                    f"Expected a reduction that supports compression, such as `mean`, for the parameter `{name}`, but "
+                    f"got `{setting.reductions[name]}`.",
+                    hint="Use a different reduction, or remove `compression`.",
                     argument="compression",
                     value=name,
                 )
@@ -138,7 +138,7 @@ class TopK(Compression):
             mask = unpack_mask(tensors["mask"], n)
             if not bool((mask.sum(dim=1) == k).all()):
                 raise InvalidValueError(
-                    f"Expected {k} positions of elements in an encoded update, but got a different number."
+                    f"Expected {k} marked positions in the mask of an encoded update, but got a different number."
                 )
             positions = mask.nonzero()[:, 1].view(len(values), k)
         else:
@@ -172,7 +172,7 @@ class TopK(Compression):
         return positions + (k * itemsize if self.bits is None else _quantized_nbytes(k, self.bits, itemsize))
 
     def _count(self, n: int) -> int:
-        # Round the product first, because 0.07 * 100 is slightly above 7.
+        # Round the product before `ceil`, because 0.07 * 100 is slightly above 7 in floating point.
         return math.ceil(round(self.fraction * n, 6))
 
 

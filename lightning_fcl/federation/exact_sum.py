@@ -58,7 +58,7 @@ class ExactSum:
     """The weighted sum of tensors, computed with exact additions. Only `total` and `mean` round the sum.
 
     Args:
-        reference: Tensor with the shape and the device of the summands. Complex if the summands are complex.
+        reference: Tensor with the shape and the device of the summands. It must be complex if the summands are complex.
         entry: Name of the entry, for messages.
     """
 
@@ -98,7 +98,7 @@ class ExactSum:
                 piece.add(chunk, weights, factor, self._entry)
 
     def add_multiples(self, values: Tensor, unit: float) -> None:
-        """Add numbers in double precision that are multiples of ``unit``, up to 2^46 units."""
+        """Add numbers in double precision that are multiples of ``unit``, with at most 2^46 units in absolute value."""
         for piece, chunk in zip(self._pieces, _split(values.to(self._device).view(-1), self._step), strict=False):
             piece.add_multiples(chunk, unit, math.ldexp(unit, _COHORT_BITS))
 
@@ -143,7 +143,7 @@ class ExactSum:
                 difference between the summands and ``reference``.
         """
         if reference.dtype is torch.int64 and bool((reference.abs() > 1 << 53).any()):
-            # Double precision cannot represent all integers of this size, but it can represent their differences.
+            # Double precision cannot represent all integers of this size, but can represent the smaller differences.
             change = copy.deepcopy(self)
             change.add(-reference[None], ExactWeights([weight]))
             return reference.to(self._device) + change._mean(weight, reference.dtype)
@@ -167,7 +167,7 @@ class ExactSum:
     def digits(self) -> Digits:
         """Return the exact sum as `Digits`. Equal sums have equal digits, and a missing digit counts as zero.
 
-        To add the sums of several processes, add their digits of equal exponents, and pass them to `add_digits`.
+        To add the sums of several processes, add the digits with equal exponents. Pass the results to `add_digits`.
         """
         parts = [piece.digits() for piece in self._pieces]
         zeros = [torch.zeros(piece.size, dtype=torch.int64, device=self._device) for piece in self._pieces]
@@ -187,7 +187,7 @@ class ExactSum:
     def with_scales(
         self, marks: Iterable[Sequence[IntegerScale | None]]
     ) -> list[tuple[ExactChunk, IntegerScale | None]]:
-        """Return each chunk of this sum, with the scale that all ranks can use for the chunk, or None.
+        """Return each chunk of this sum, with the scale that all ranks can use for the chunk. None: no common scale.
 
         Args:
             marks: The result of `scales` on each rank.
@@ -284,7 +284,7 @@ class ExactSums:
             for (piece, mark), whole in zip(fitting, wholes, strict=True):
                 piece.load_integers(mark, whole)
         rest = [piece for piece, mark in parts if mark is None]
-        # These chunks contain numbers of very different sizes, so one integer per number cannot hold their sums.
+        # In these chunks, the sizes of the numbers differ too much for one integer per number.
         if rest:
             local_digits = [piece.digits() for piece in rest]
             rank_exponents = ranks.all_gather_object([list(digits) for digits in local_digits])
@@ -299,7 +299,7 @@ def _have_same_dtypes(upload: Mapping[str, Tensor], other_upload: Mapping[str, T
 
 
 def weighted_sum(values: Tensor, weights: Sequence[float]) -> tuple[Tensor, float]:
-    """Return the weighted sum of some clients' values, shape (clients, ...), and the unit of the sum.
+    """Return the weighted sum over clients, and the unit of the sum. ``values`` has shape (clients, ...).
 
     The sum is computed in double precision. If the values have single or half precision, each element of the sum is
     rounded to a multiple of the unit, which is a power of two. For other dtypes, and for a sum of zeros, the unit is 0.

@@ -80,8 +80,8 @@ class FedBuff(Synchronization):
 
     Args:
         speeds: Speeds of the clients.
-        buffer_size: Number of uploads per server step. A round has fewer uploads if no other client has data.
-        staleness_exponent: Exponent that reduces the weight of stale updates. With 0, all updates have equal weights.
+        buffer_size: Number of uploads per server step. A round has fewer uploads if no more clients are available.
+        staleness_exponent: Exponent that reduces the weight of stale updates. With 0, staleness changes no weight.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -101,7 +101,7 @@ class FedBuff(Synchronization):
         at_least(0, staleness_exponent=staleness_exponent)
         self.buffer_size = buffer_size
         self.staleness_exponent = staleness_exponent
-        # The first round whose timing this fit can compute.
+        # The first round whose timing can be computed. Earlier rounds have ended.
         self._first = 0
         self._start = Clock()
         self._known: dict[int, _Known] = {}
@@ -115,7 +115,8 @@ class FedBuff(Synchronization):
         clients = len(context.plan.clients)
         if self.buffer_size > clients:
             raise InvalidValueError(
-                f"Expected `buffer_size` to be at most the stream's {clients} clients, but got {self.buffer_size}. "
+                f"Expected `buffer_size` to be at most the stream's number of clients, {clients}, but got "
+                f"{self.buffer_size}. "
                 "Each client has at most one upload in the buffer.",
                 hint=f"Use `buffer_size={clients}` or less.",
                 argument="buffer_size",
@@ -132,7 +133,7 @@ class FedBuff(Synchronization):
         return self._start if round_idx == self._first else self._at(round_idx - 1).clock
 
     def in_flight_versions(self, round_idx: int) -> list[int]:
-        """Return the rounds from which the clients in flight at the start of ``round_idx`` downloaded their states.
+        """Return the rounds whose states were downloaded by the clients in flight at the start of ``round_idx``.
 
         The result is sorted and contains each round once.
         """
@@ -157,7 +158,7 @@ class FedBuff(Synchronization):
     def _at(self, round_idx: int) -> _Known:
         if round_idx < self._first:
             raise InvalidValueError(
-                f"Expected a round from {self._first} on, but got {round_idx}, which has ended.",
+                f"Expected `round_idx` to be at least {self._first}, but got {round_idx}, which has ended.",
                 argument="round_idx",
                 value=round_idx,
             )
@@ -257,7 +258,7 @@ class BufferedServer(FederatedServer):
         self._round = current_round
         # The round after the last finished round.
         self._following = 0
-        # By round index: the state of each round from which a client in flight started, and of the current round.
+        # Server states by round index: of the rounds in which clients in flight started, and of the current round.
         self._versions: dict[int, State] = {}
 
     def start_round(
@@ -286,7 +287,8 @@ class BufferedServer(FederatedServer):
             if name not in version or version[name].shape != value.shape:
                 raise InvalidValueError(
                     f"Expected the state that a client downloaded to contain `{name}` of shape {tuple(value.shape)}, "
-                    "but it does not. The module has changed, or the checkpoint is damaged.",
+                    "but this entry is missing or has another shape. The module has changed, or the checkpoint is "
+                    "damaged.",
                     hint="Start without `ckpt_path`.",
                     argument=name,
                 )

@@ -25,9 +25,9 @@ CHUNK_SIZE = 1 << 17
 NARROW = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 """Number of significand bits by dtype. Numbers of these dtypes times a 29-bit integer are exact in double precision."""
 
-# Exponent of the smallest number in double precision.
+# Exponent of the smallest positive number in double precision.
 _LOWEST = -1074
-# Exponent of the largest accepted number. A sum of any number of such numbers stays in double precision.
+# Accepted numbers are below 2^900, so that their sums stay in the range of double precision.
 _HIGHEST = 900
 # Number of bits per digit.
 _BITS = 42
@@ -124,7 +124,7 @@ class ExactChunk:
         smallest, largest = (bound.item() for bound in torch.aminmax(torch.abs(values, out=absolute)))
         _check(largest, weights, entry)
         exact = weights.whole and values.dtype in NARROW
-        # The last bit of the smallest number is a power of two. All numbers are multiples of it.
+        # All numbers are multiples of the power of two that the last bit of the smallest number represents.
         unit = math.ldexp(1.0, math.frexp(smallest)[1] - NARROW[values.dtype]) if exact and smallest else 0.0
         numbers.copy_(values)
         times = 1
@@ -179,7 +179,7 @@ class ExactChunk:
         else:
             if len(self._limbs) == 3:
                 self.add_digits(self._limbs.pop(0).digits())
-            # Choose small units, so that the remainder is small, but large enough to add many uploads.
+            # With a small unit, the remainder is small. The unit must be large enough to add many uploads.
             exponent = max(_LOWEST, size - 50 + max(0, times.bit_length() // 2 - 1))
             limb = _Limb(exponent, torch.zeros(self.size, dtype=torch.int64, device=self._device))
             self._limbs.append(limb)
@@ -231,7 +231,7 @@ class ExactChunk:
         self._limbs, self._digits = [], _carry(dict(zip(exponents, summed, strict=True)))
 
     def total(self) -> Tensor:
-        # If the whole sum is in one limb (62 bits), the general case below would give the same result.
+        # This is faster than the general case below, and gives the same result.
         if len(self._limbs) == 1 and not self._digits:
             return self._limbs[0].value().double().mul_(math.ldexp(1.0, self._limbs[0].exponent))
         total = torch.zeros(self.size, dtype=torch.float64, device=self._device)
@@ -247,7 +247,7 @@ class ExactChunk:
 
 
 def _sums(rows: Tensor, weights: ExactWeights, column: Tensor, entry: str) -> list[Tensor]:
-    """Return a few tensors whose exact sum is the weighted sum of ``rows``, shape (clients, size).
+    """Return a few tensors whose exact sum is the weighted sum of ``rows``. ``rows`` has shape (clients, size).
 
     Each product of a number and its weight is split into parts with few bits. Therefore the sum of all clients' parts
     is not rounded.

@@ -50,7 +50,7 @@ class LocalTrainer(Protocol):
     """An object that trains a client group in a round, from the downloaded states to the uploads.
 
     One object trains all clients of a fit, one group after the other. `lightning_fcl.local_training.sequential` and
-    ``vectorized`` contain the trainers for all modules. A module can provide its own trainer, see `HasLocalTrainer`.
+    ``vectorized`` contain the default trainers. A module can provide its own trainer, see `HasLocalTrainer`.
     """
 
     @property

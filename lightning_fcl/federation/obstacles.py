@@ -31,7 +31,8 @@ class Reason(Enum):
     METHOD_PAIRS = "`{}` needs samples and targets, but the batches are not pairs"
     METHOD_FAILS = "`{}` cannot be vectorized ({})"
     METHOD_PADDING = (
-        "`{}` computes statistics of a batch without `step.mean` or `step.sample_weight`, and padding changes them"
+        "`{}` computes statistics of a batch without `step.mean` or `step.sample_weight`, and padding changes "
+        "the statistics"
     )
     METHOD_DIFFERS = "`{}` gives a different result when it is vectorized"
     METHOD_STATE = "`penalty` or `task_weight` of `{}` changes {}, which all clients of a step share"
@@ -43,7 +44,7 @@ class Reason(Enum):
     )
 
     # Training on padded batches.
-    NO_SAMPLE_LOSS = "`{}` does not define `sample_loss`, as `Classifier` does"
+    NO_SAMPLE_LOSS = "`{}` does not define `sample_loss`, unlike `Classifier`"
     NOT_TENSORS = "the batches are not pairs of tensors"
     OTHER_SAMPLES = "`{}` of a sample depends on the other samples of the batch"
     FORWARD_STATE = "`forward` or `sample_loss` changes attributes or buffers of the module"
@@ -52,18 +53,20 @@ class Reason(Enum):
 
     # The module's own training step.
     FAILS = "vectorizing the step fails ({})"
-    READS_VALUE = "the step reads a value (`.item()`, `float()`). Log and compute with the tensor"
-    BRANCHES = "the step branches on a value. Use `torch.where`"
+    READS_VALUE = (
+        "the step reads the value of a tensor (`.item()`, `float()`). Compute with the tensor and log the tensor"
+    )
+    BRANCHES = "the step branches on the value of a tensor. Use `torch.where`"
     METRIC = (
-        "the step updates a metric of torchmetrics that is not a part of the module, or reads its value. Make it an "
-        "attribute, and log the metric object"
+        "the step updates a metric of torchmetrics that is not a part of the module, or reads a metric's value. Make "
+        "the metric an attribute of the module, and log the metric object"
     )
     LOG_VALUE = "the step logs `{}`, which is not a number or has a custom `reduce_fx`"
     LOGGER = "the step uses the logger. Use `self.log`"
     NO_LOSS = "the step returns no loss for some batches. Return a loss of zero"
     BATCH_CONTENT = "the batches contain a `{}`, and only tensors can be stacked"
     SHAPES = "the batches of two clients have different shapes"
-    CHANGES_OPTIMIZER = "the step changes the optimizer. Use a scheduler, or a hook of the epoch"
+    CHANGES_OPTIMIZER = "the step changes the optimizer. Use a scheduler, or an epoch hook of the module"
     WRITES_PARAMETER = "the step writes to {}, a parameter that the optimizer trains"
     STATE = "the step changes {}, which would affect the next client. Use a registered buffer, and write to it in place"
     OUTSIDE = "the step changes {} outside the module"

@@ -98,6 +98,6 @@ def _bytes_of(value: Tensor) -> Tensor:
 
 def _unreadable(packed: Tensor, reference: Tensor) -> InvalidValueError:
     return InvalidValueError(
-        f"Expected the nonzero elements of a tensor of {reference.dtype} and shape {tuple(reference.shape)}, but got "
-        f"{packed.dtype} of shape {tuple(packed.shape)}."
+        f"Expected the nonzero elements of a tensor of {reference.dtype} and shape {tuple(reference.shape)} as bytes, "
+        f"but got invalid data: {packed.dtype} of shape {tuple(packed.shape)}."
     )

@@ -61,8 +61,8 @@ class Pipeline:
         codec, mask = self.codec, self.mask
         if codec is not None and mask is not None and not codec.linear:
             raise InvalidValueError(
-                f"Expected a linear `compression` with `{type(mask).__name__}`, for which the server adds encoded "
-                f"updates, but got `{type(codec).__name__}`.",
+                f"Expected a linear `compression`, because the server adds encoded updates with "
+                f"`{type(mask).__name__}`, but got `{type(codec).__name__}`.",
                 hint="Remove `compression`.",
                 argument="compression",
                 value=type(codec).__name__,
@@ -169,11 +169,12 @@ class Pipeline:
                     uploads.values[name] = reduction.unpack(packed.to(reference.device), reference)[None]
                 except InvalidValueError as error:
                     raise InvalidValueError(
-                        f"Expected `{name}` in the format that `{reduction}` packs. {error}", argument=name
+                        f"Expected `{name}` in the packed format of the reduction `{reduction}`. {error}", argument=name
                     ) from error
         if remaining_tensors:
             raise InvalidValueError(
-                f"Expected an upload without unexpected tensors, but got {format_code_names(remaining_tensors)}.",
+                "Expected an upload with only the uploaded entries, but also got "
+                f"{format_code_names(remaining_tensors)}.",
                 argument=next(iter(remaining_tensors)),
             )
         return uploads

@@ -21,10 +21,9 @@ _SLACK = 0.05
 class Placement:
     """An assignment of whole client groups to ranks. The group with the longest time is assigned first.
 
-    Each group is assigned to the rank with the least work so far. The time of a group is estimated from the times of
-    earlier rounds. In the first round, the time is estimated from the number of samples. If client states are in
-    memory, a group stays on the rank that has most of the group's client states, unless another rank has clearly less
-    work.
+    Each group is assigned to the rank with the least work so far. In the first round, the time of a group is estimated
+    from the number of samples, and later from the times of earlier rounds. If client states are in memory, a group of a
+    later round stays on the rank that has most of the group's client states, unless another rank has clearly less work.
 
     Example:
         >>> from lightning_fcl.federation.ranks import SingleRank

@@ -2,7 +2,7 @@
 
 Most protocols describe optional functions of a module, in addition to Lightning's `training_step`. The library checks
 for these functions, for example with ``isinstance(module, HasSampleLoss)``. A user's module can use the same names with
-different meanings. Therefore a module implements a subclass of `FederatedModule` only if it has the attribute
+different meanings. Therefore a subclass of `FederatedModule` applies to a module only if the module has the attribute
 ``lightning_fcl_protocols``. The protocols of local training are in `lightning_fcl.federation.local_trainer`.
 """
 
@@ -84,7 +84,7 @@ def find_federation(trainer: L.Trainer) -> FederationProtocol | None:
 
 
 def require_federation(trainer: L.Trainer, name: str, reason: str) -> FederationProtocol:
-    """Return the federation that a Trainer runs, for a callback that requires one.
+    """Return the federation that a Trainer runs, for a callback that requires a federation.
 
     Args:
         trainer: The Trainer.

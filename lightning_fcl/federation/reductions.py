@@ -19,12 +19,13 @@ Every entry of a module's state has one *reduction*. The built-in reductions hav
 
 Results do not depend on the order of the uploads, on the number of uploads that arrive together, or on the process that
 adds the uploads. Means and sums are exact (`lightning_fcl.federation.exact_sum`). The other reductions use sorted
-values or the clients' indices. For vectorized clients, a mean adds one weighted sum, computed in double precision.
+values or the clients' indices. There is one exception: for clients that train vectorized, a mean adds one weighted sum
+that is computed in double precision. Rounding of this sum can depend on the group of clients.
 
-Only the last three reductions need memory that grows with the number of clients.
+Only the last three reductions keep all uploads of a round in memory.
 
-A custom reduction is a subclass of `Reduction` with an `Accumulator`. Use an object of it in place of a name: in a
-module's ``reductions`` attribute, in ``FederatedStrategy(reductions={"model.head.*": Maximum()})``, or in YAML as a
+A custom reduction is a subclass of `Reduction` with an `Accumulator`. Use an object of the subclass in place of a name: in
+a module's ``reductions`` attribute, in ``FederatedStrategy(reductions={"model.head.*": Maximum()})``, or in YAML as a
 ``class_path``.
 """
 
@@ -71,7 +72,7 @@ class Reduction:
     """Whether a client uploads its value at the end of a round."""
 
     once: bool = False
-    """Whether a client downloads the server's value only once and keeps this value. The server must not change it."""
+    """Whether a client downloads the server's value only once and keeps it. The server must not change the value."""
 
     is_local: bool = False
     """Whether the entry is client-local: each client continues with its own value of the previous round."""

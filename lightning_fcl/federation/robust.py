@@ -171,8 +171,8 @@ def find_non_finite(
 
     Returns:
         A dict and a list. The dict maps each affected row to the names of the client's non-finite entries. The list
-        contains the names of the uploaded entries that were non-finite at the start. Both are empty if all numbers of
-        the clients are finite.
+        contains the names of the uploaded entries that were non-finite at the start. If the sums of all entries are
+        finite, both are empty.
     """
     numbers = {
         name: value
@@ -208,7 +208,8 @@ def check_finite(state: Mapping[str, Tensor], names: Sequence[str], situation: s
     wrong = [name for name in wrong if not torch.isfinite(state[name]).all()]
     if wrong:
         raise InvalidValueError(
-            f"Expected finite numbers in the server state, but {format_code_names(wrong)} is non-finite {situation}.",
+            f"Expected finite numbers in the server state, but got non-finite numbers in {format_code_names(wrong)} "
+            f"{situation}.",
             argument=wrong[0],
         )
 
@@ -234,7 +235,7 @@ def squared_change(previous_value: Tensor, updated_value: Tensor) -> float:
 
 
 def relative_update_norm(changes: Mapping[str, float], previous_state: Mapping[str, Tensor]) -> float:
-    """Return the norm of the change of several entries, divided by the larger of 1 and the entries' norm before.
+    """Return the norm of the change of several entries, divided by the larger of 1 and the norm before the change.
 
     Args:
         changes: The `squared_change` of each entry.
@@ -259,8 +260,8 @@ def check_update_norm(
     )
     if not times <= max_norm:
         raise InvalidValueError(
-            f"Expected a round to change the server state by at most {max_norm:g} times the larger of its norm and 1, "
-            f"but the change would be {times:.3g} times this value.",
+            f"Expected a round to change the server state by at most {max_norm:g} times the larger of 1 and the norm "
+            f"of the state, but the change would be {times:.3g} times this value.",
             hint="Resume from the checkpoint before this round with other reductions, a lower learning rate of "
             "`server_optimizer`, or a larger `max-update-norm` in the run's configuration.",
             argument="max-update-norm",

@@ -55,7 +55,7 @@ class FederatedServer:
     Args:
         client_store: Store of the clients' states.
         client_weights: Weight of each client in means. ``"samples"``: its number of samples in the round.
-            ``"trained_samples"``: also counts replay samples. ``"uniform"``: 1. A dict: a number for each client.
+            ``"trained_samples"``: also counts replay samples. ``"uniform"``: 1. A dict: a weight for each client.
         server_optimizer: Function that makes the optimizer that steps the server on the pseudo-gradient.
         transforms: The upload transforms, in the order of `lightning_fcl.federation.uploads.Stage`.
 
@@ -78,8 +78,8 @@ class FederatedServer:
     ) -> None:
         if isinstance(client_weights, str) and client_weights not in ("samples", "trained_samples", "uniform"):
             raise InvalidValueError(
-                'Expected `client_weights` to be "samples", "trained_samples", "uniform" or a weight per client, but '
-                f'got "{client_weights}".',
+                'Expected `client_weights` to be "samples", "trained_samples", "uniform" or a dict of weights, but got '
+                f'"{client_weights}".',
                 argument="client_weights",
             )
         self.client_store = client_store
@@ -156,7 +156,8 @@ class FederatedServer:
             round_idx: Index of the round.
 
         Raises:
-            InvalidValueError: If the module has an entry of ``extra_tensors``, or a trainable entry is non-finite.
+            InvalidValueError: If the module and ``extra_tensors`` have an entry with the same name, or a trainable
+                entry is non-finite.
         """
         self.reductions = get_reductions(module, rules)
         self.state = {name: plain_tensor(value).clone() for name, value in state_tensors(module).items()}
@@ -269,7 +270,7 @@ class FederatedServer:
             messages: Messages of each client to methods, by section of the method.
 
         Returns:
-            Whether each client's upload was accepted. Uploads with non-finite numbers are dropped.
+            A flag for each client (True: the upload was accepted). Uploads with non-finite numbers are dropped.
         """
         parts = client_rounds if isinstance(client_rounds, ClientRounds) else ClientRounds.from_rounds(client_rounds)
         uploads, usable_flags, sums, non_finite_entries = self.encode(parts, states, messages)
@@ -296,8 +297,8 @@ class FederatedServer:
         missing = [name for name, reduction in self.reductions.items() if reduction.is_uploaded and name not in states]
         if missing:
             raise InvalidValueError(
-                f"Expected client states to contain {format_code_names(missing)}, which clients upload, but they do "
-                "not.",
+                f"Expected client states to contain all entries that clients upload, but got states without "
+                f"{format_code_names(missing)}.",
                 argument=missing[0],
             )
         weights = compute_client_weights(self.client_weights, parts)
@@ -351,7 +352,7 @@ class FederatedServer:
                 numbers of the uploads must be finite. None: check the uploads.
 
         Returns:
-            Whether each client's upload was accepted.
+            A flag for each client (True: the upload was accepted).
         """
         accepted_flags, masked = [True] * len(uploads), self.pipeline.mask is not None
         if non_finite_entries is None:
@@ -419,7 +420,7 @@ class FederatedServer:
         return False
 
     def _origins(self, clients: Sequence[str]) -> State:
-        """Return the value of each uploaded entry that is subtracted to get an update, see ``origins`` of `Uploads`."""
+        """Return, for each uploaded entry, the value that is subtracted from a client's value to get the update."""
         return {name: of.empty_upload(self.state[name]) for name, of in self.reductions.items() if of.is_uploaded}
 
     def _check_decoded(self, uploads: Uploads) -> tuple[list[bool], list[str]]:
@@ -566,8 +567,8 @@ class FederatedServer:
             client for client in stream_clients if weights is not None and not weights.get(client, 0) > 0
         ]:
             raise InvalidValueError(
-                "Expected `client_weights` to contain a positive weight for each client, but it contains none for "
-                f"{format_names(unweighted_clients)}.",
+                "Expected `client_weights` to contain a positive weight for each client, but the weight is missing or "
+                f"not positive for {format_names(unweighted_clients)}.",
                 hint='Add a number above 0 for each of these clients, or use `client_weights="samples"`.',
                 argument="client_weights",
             )

@@ -32,7 +32,8 @@ def make_optimizer(factory: OptimizerFactory, parameters: Iterable[nn.Parameter]
         name: Name of the argument that contains the factory, for messages.
 
     Raises:
-        InvalidValueError: If the factory fails, does not return an optimizer, or uses a non-finite setting.
+        InvalidValueError: If the factory raises TypeError or ValueError, does not return an optimizer, or uses a
+            setting that `check_optimizer` rejects.
 
     Example:
         >>> make_optimizer(lambda parameters: torch.optim.SGD(parameters, lr=-1.0), [nn.Parameter(torch.zeros(1))])
@@ -144,7 +145,7 @@ def optimizer_state(optimizer: Optimizer, initial_settings: Sequence[Mapping[str
         if not isinstance(value, Tensor | int | float):
             raise InvalidValueError(
                 "Expected an optimizer that keeps tensors and numbers for `keep_optimizer_state=True`, but "
-                f"`{type(optimizer).__name__}` keeps a {type(value).__name__}, `{key}`.",
+                f"`{type(optimizer).__name__}` keeps `{key}` of type {type(value).__name__}.",
                 hint="Remove `keep_optimizer_state`.",
                 argument="keep_optimizer_state",
                 value=type(optimizer).__name__,
@@ -229,6 +230,6 @@ class ServerOptimizer:
         return self._optimizer.state_dict() if self._optimizer is not None else self._pending or {}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Set the state of an earlier run. The next step loads it into a new optimizer."""
+        """Set the state of an earlier run. The next step loads this state into a new optimizer."""
         self._optimizer = None
         self._pending = state or None

@@ -78,7 +78,7 @@ class Swarm:
         return bool(np.random.default_rng(derive_seed(seed, "swarm", node, round_idx)).random() < self.missed_sync_prob)
 
     def elect_master(self, reachable_clients: Sequence[str]) -> str | None:
-        """Return the client that aggregates the uploads: the first client of the list, or None if it is empty."""
+        """Return the client that aggregates the uploads: the first client of the list, or None for an empty list."""
         return reachable_clients[0] if reachable_clients else None
 
     def fingerprint(self) -> dict[str, Any]:

@@ -150,7 +150,8 @@ class Deadline(Synchronization):
     Args:
         speeds: Speeds of the clients.
         timeout: Deadline in seconds after the start of a round. Later uploads do not count. None: no deadline.
-        target_uploads: Number of uploads at which a round ends. None: the round waits for all uploads in time.
+        target_uploads: Number of uploads at which a round ends. None: the round ends when all uploads have arrived, or
+            at the deadline.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -314,15 +315,15 @@ class Participation:
                 )
 
     def check_samples(self, plan: Plan, rounds: int) -> None:
-        """Raise ValueError if no client can train in one of the first ``rounds`` rounds.
+        """Raise ValueError if there is a round among the first ``rounds`` rounds in which no client can train.
 
         If `min_samples` is 1, check nothing.
         """
         for round_idx in range(min(rounds, plan.num_rounds) if self.min_samples > 1 else 0):
             if not self.candidates(plan, round_idx):
                 raise MissingValueError(
-                    f"Expected a client with at least {self.min_samples} samples in each round, but round "
-                    f"{round_idx} has none. The module cannot train on a batch of one sample.",
+                    f"Expected a client with at least {self.min_samples} samples in each round, but round {round_idx} "
+                    "has no such client. The module cannot train on a batch of one sample.",
                     hint="Use fewer clients or experiences, or replace batch normalization by group normalization.",
                     argument="min_samples",
                 )

@@ -123,7 +123,7 @@ class Uploads:
         unchanged: For each client, the names of the entries that are not sent, because they equal the server's state.
         memories: New states of transforms. Each section name maps to a list with a dict of tensors for each client.
             When the server has accepted an upload, these states replace the client's previous states.
-        exchanged: For each client, the tensors from messages of transforms that are kept until the round ends.
+        exchanged: For each client, the tensors that the client keeps until the round ends, from messages of transforms.
     """
 
     def __init__(
@@ -270,7 +270,7 @@ class Exchange:
         """Send tensors to clients, and return the tensors of each client's answer.
 
         Args:
-            questions: The tensors for each client. `UploadTransform.answer` answers them.
+            questions: The tensors for each client, which are passed to `UploadTransform.answer`.
         """
         return self._answers(questions)
 

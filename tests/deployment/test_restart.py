@@ -155,10 +155,10 @@ def mean(rows, server):
 @pytest.mark.parametrize(
     ("divisor", "message"),
     [
-        (0, r"finite numbers in the server state, but .* is non-finite after the aggregation of a round"),
+        (0, r"finite numbers in the server state, but got non-finite numbers in .* after the aggregation of a round"),
         (
             1e-6,
-            r"^Expected a round to change the server state by at most 1000 times the larger of its norm and 1, but",
+            r"^Expected a round to change the server state by at most 1000 times the larger of 1 and the norm of",
         ),
     ],
 )

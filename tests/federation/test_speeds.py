@@ -126,7 +126,11 @@ def test_client_speeds_invalid_value_raises_with_name(arguments, argument):
             "client,latency\na,fast\n",
             "Expected the speed of client a to map names .* but got .*'latency': 'fast'",
         ),
-        ("a.csv", "client,latency\na,1,2\n", "Expected a column `client`, and no more cells than columns, in .*a.csv"),
+        (
+            "a.csv",
+            "client,latency\na,1,2\n",
+            "Expected a column `client`, and no more cells than columns, in each row of .*a.csv",
+        ),
         ("a.csv", "client,latency\n\xe9,1\n", "Expected .*a.csv to be a text file but got: 'utf-8' codec"),
         ("a.yaml", "- a\n", "to map clients to their speeds"),
         ("a.yaml", "a: !!python/object:os.system {}", "to be YAML"),

@@ -406,7 +406,7 @@ def test_recipe_with_fedbuff_reports_simulated_time(recipe, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"buffer_size": 9}, "at most the stream's 4 clients"),
+        ({"buffer_size": 9}, "at most the stream's number of clients, 4"),
         ({"speeds": {"seconds_per_sampel": 1}}, "seconds_per_sampel"),
     ],
 )
