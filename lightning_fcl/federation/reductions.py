@@ -24,9 +24,9 @@ that is computed in double precision. Rounding of this sum can depend on the gro
 
 Only the last three reductions keep all uploads of a round in memory.
 
-A custom reduction is a subclass of `Reduction` with an `Accumulator`. Use an object of the subclass in place of a name: in
-a module's ``reductions`` attribute, in ``FederatedStrategy(reductions={"model.head.*": Maximum()})``, or in YAML as a
-``class_path``.
+A custom reduction is a subclass of `Reduction` with an `Accumulator`. Use an object of the subclass in place of a name:
+in a module's ``reductions`` attribute, in ``FederatedStrategy(reductions={"model.head.*": Maximum()})``, or in YAML as
+a ``class_path``.
 """
 
 from __future__ import annotations
