@@ -233,7 +233,7 @@ def run(fit, make_stream, make_task, compression, **options):
 @pytest.mark.parametrize("code", [TopK(1.0), TopK(0.999)])
 @pytest.mark.parametrize("max_vectorized_clients", [1, 4])
 def test_top_k_all_elements_equals_no_compression_bitwise(fit, make_stream, make_task, code, max_vectorized_clients):
-    # Positions would need more bytes than the compression saves, so uploads are not compressed.
+    # The encoded updates would not be shorter than the values, so uploads are not compressed.
     plain, code = (
         run(fit, make_stream, make_task, one, max_vectorized_clients=max_vectorized_clients) for one in (None, code)
     )

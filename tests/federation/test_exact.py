@@ -125,7 +125,7 @@ def test_exact_sum_equals_sum_of_fractions(kind, weights):
     total, expected = summed(values, weights).total(), by_hand(values, weights)
     if values.dtype not in (torch.float64, torch.complex128) and "mixed" not in kind and weights != WEIGHTS["unlike"]:
         assert torch.equal(total, expected)
-    # Rounding can differ only if the sum is halfway between two numbers, apart from a term that is 2^50 times smaller.
+    # The rounded results can differ if the exact sum is almost halfway between two double-precision numbers.
     torch.testing.assert_close(total, expected, rtol=2.0**-52, atol=0)
 
 
@@ -467,7 +467,7 @@ def test_mean_memory_is_at_most_2_5_times_one_upload(clients):
     upload = {name: torch.randn(1, megabytes << 18) for name in names}
     server = {name: value[0] for name, value in upload.items()}
     aggregator, before = Aggregator(dict.fromkeys(names, BUILT_IN_REDUCTIONS["mean"])), in_use("VmRSS")
-    # Reset the peak memory.
+    # Reset the peak memory that the kernel reports for this process.
     pathlib.Path("/proc/self/clear_refs").write_text("5")
     for number in range(clients):
         aggregator.accumulate(upload, [1.0], [number])

@@ -9,7 +9,7 @@ from lightning_fcl.federation.placement import Placement
 
 
 class Several:
-    """A group of ranks for one process. The test provides the values of the other ranks."""
+    """A fake `Ranks` object with several ranks. The test provides the values of the other ranks."""
 
     def __init__(self, number, rank, said=()):
         self.num_ranks, self.rank, self._said = number, rank, list(said)

@@ -56,8 +56,8 @@ def test_extra_entries_are_downloaded_and_aggregated():
     for state in received:
         assert state["Method.counts"].tolist() == [0, 0, 0] and (state["Method.prototypes"] == 9).all()
     assert result["Method.counts"].tolist() == [11, 7, 0]
-    # One client has samples of the first class. Both clients (weights 1 and 2) have the second class, and no client the
-    # third.
+    # One client has samples of the first class. Both clients (weights 1 and 2) have samples of the second class. No
+    # client has samples of the third class.
     assert result["Method.prototypes"].tolist() == [[1, 1], [4, 2], [9, 9]]
     assert server.extra_tensors == {name: result[name] for name in EXTRA} and server.state is result
     # No entry is client-local.

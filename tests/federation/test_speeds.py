@@ -62,7 +62,7 @@ def test_client_speeds_from_file_and_mapping(tmp_path, name, text, other):
     assert speeds.for_client("a", 0) == Speed(0.5, latency=1)
     assert speeds.for_client(other, 0) == Speed(0.1, upload_bandwidth=2000)
     assert speeds.for_client("c", 0).seconds_per_sample == 9
-    # The spread applies to clients without their own values.
+    # The spread applies to clients without explicit values.
     assert speeds.for_client("d", 0).seconds_per_sample != 0.1
     assert sorted(speeds.explicit_clients) == sorted(["a", other, "c"])
 
