@@ -289,7 +289,7 @@ def test_evaluate_before_fit_base_session_is_experience_0(fit, make_task):
 
 
 class Doubles(Method):
-    """A method that doubles the weights of the head in the predictions of client 1, once the client has trained."""
+    """A method that doubles the weights of the head in predictions of client 1, after the client has trained."""
 
     def personalize(self, client, state):
         return {**state, "model.2.weight": 2 * state["model.2.weight"]} if client.method_state else state

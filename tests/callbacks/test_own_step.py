@@ -313,7 +313,7 @@ def test_own_step_resumed_fit_records_same_values(fit, tmp_path):
 def test_own_step_failing_on_one_class_records_none(fit):
     """If the step fails on one class, no value is recorded for this class.
 
-    If it fails on all samples, the error is raised.
+    If the step fails on all samples, the error is raised.
     """
 
     class Picky(OneLogit):

@@ -285,7 +285,7 @@ def test_unsupported_step_trains_sequentially_with_reason(fit, caplog, make):
     one = make()
     fit(one, stream_of(), max_vectorized_clients=1, seed=0)
     torch.testing.assert_close(auto.state_dict(), one.state_dict(), rtol=0, atol=0)
-    # For DrawsNoise, an explicit number of clients logs a warning instead of an error.
+    # For DrawsNoise, an explicit number of clients logs a warning instead of raising an error.
     if make is not DrawsNoise:
         with pytest.raises(ValueError, match=re.escape(str(obstacle))):
             fit(make(), stream_of(), max_vectorized_clients=2)
@@ -336,11 +336,11 @@ def test_method_needing_pairs_with_dict_batches_raises(fit):
         fit(Dicts(), stream(), [LwF(1.0)])
 
 
-# Tests of steps that a trial of a few batches cannot detect: they raise an error during the fit.
+# Tests of steps that a trial of a few batches cannot detect. These steps raise an error during the fit.
 
 
 class Late(Step):
-    """A training step that differs from the other steps in the last batch only."""
+    """A module whose training step also calls `late` in the last batch."""
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)

@@ -104,7 +104,7 @@ def both(fit, make_stream, make_task, methods=(), optimizer="sgd", sizes=(1, "au
     stream = {"partition": "dirichlet", "num_clients": 7, "rounds_per_experience": 2}
     results = []
     for size in sizes:
-        # 16 hidden units, so that no sample has only zero features, which would be equally far from all means.
+        # Use 16 hidden units, so that each sample has a nonzero feature. Zero features are equally far from all means.
         torch.manual_seed(0)
         task, metrics = make_task(OPTIMIZERS[optimizer], MLP([6, 16, 4])), ContinualMetrics()
         callbacks = [*METHODS[methods or "none"](), metrics]

@@ -166,7 +166,7 @@ def test_frozen_backbone_stays_in_evaluation_mode_and_unchanged(lite0):
 def test_embed_resizes_and_normalizes_images(lite0):
     images = torch.rand(2, 1, 128, 128)
     expected = lite0.network((255 * images.expand(-1, 3, -1, -1) - 127) / 128)
-    # A gray image equals three equal channels.
+    # A gray image gives the same features as an image with three equal channels.
     torch.testing.assert_close(lite0.embed(images), expected, rtol=1e-3, atol=1e-4)
     grey = lite0.embed(torch.full((1, 1, 128, 128), 0.5))
     checks, finer = ((torch.arange(n)[:, None] + torch.arange(n)).remainder(2)[None, None] for n in (128, 384))

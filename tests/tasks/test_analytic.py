@@ -239,7 +239,7 @@ def test_moments_equal_estimate_of_the_paper(fit, symmetric):
     exact = states.T @ states
     assert 1e-3 < np.linalg.norm(b - exact) / np.linalg.norm(exact) < 0.3
     dense = 8 * 3 * 4 * (FEATURES + 1) + 8 * 4 * FEATURES
-    # Classes of the other task have no samples, and each of these classes takes one bit.
+    # Classes of the other task have no samples. Each element of these classes is 0 and takes one bit.
     assert max(trainer.strategy.server.record.upload_bytes.values()) < dense
 
 

@@ -117,7 +117,7 @@ def test_regressor_continual_metrics_equal_numpy(fit, outputs):
         values = [[row[part] for part in ("0", "1", "2", "0+1", "0+1+2")] for row in rows]
         np.testing.assert_allclose(values, found[..., number], rtol=2e-5, atol=2e-6)
     summary = summarize(record)
-    # Values after the last round of each task.
+    # `last` contains the values after the last round of each task.
     last = found[1::2]
     assert summary["final_MSE/server"] == pytest.approx(found[-1, 4, 0], rel=1e-4)
     assert summary["final_R2/server"] == pytest.approx(found[-1, 4, 1], rel=1e-4)
