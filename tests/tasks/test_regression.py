@@ -216,7 +216,7 @@ def test_regressor_report_and_csv_name_the_measures(fit, tmp_path, domains):
 
 def test_evaluator_single_sample_has_mse_but_no_r2(fit):
     task, stream = regressor(), make()
-    # The fit connects the task to a Trainer with its precision.
+    # The fit connects the task to a Trainer, whose precision setting the evaluator uses.
     fit(task, stream, max_epochs=1)
     x, y = torch.randn(3, 6), torch.randn(3, 2)
     tester = Evaluator(stream, np.arange(3), torch.tensor([0, 1, 1]), 3, "test", (x, y))
