@@ -57,7 +57,7 @@ class Compression(UpdateCodec, ABC):
                 raise InvalidValueError(
                     f"Expected a reduction that supports compression, such as `mean`, for the parameter `{name}`, but "
                     f"got `{setting.reductions[name]}`.",
-                    hint="Use a different reduction, or remove `compression`.",
+                    hint="Use another reduction, or remove `compression`.",
                     argument="compression",
                     value=name,
                 )
