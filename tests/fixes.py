@@ -1297,7 +1297,7 @@ ROWS |= {
         lambda lab, optimizer: fit_with(lab, SCAFFOLD, task=lab.task(optimizer), client_weights="uniform"),
         {"optimizer": lambda parameters: torch.optim.Adam(parameters, lr=0.01)},
         {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.01)},
-        "Use SGD, and change the learning rate only between rounds.",
+        "Use SGD with one parameter group and without dampening, and change the learning rate only between rounds.",
     ),
     "FedDyn with a server optimizer": Row(
         fit_with,
@@ -1341,7 +1341,7 @@ ROWS |= {
         lambda lab, alpha, beta: FLwF2T(alpha, beta),
         {"alpha": 0.5, "beta": 0.7},
         {"beta": 0.3},
-        "Lower one of them",
+        "Lower `beta` to at most 1 - alpha, so that the weight of the server's model, 1 - alpha - beta, is at least 0.",
     ),
     "FLwF2T with a negative weight": Row(
         lambda lab, alpha, beta: FLwF2T(alpha, beta),
@@ -1414,7 +1414,7 @@ ROWS |= {
         ),
         {"wrap": lambda net: net},
         {"wrap": lambda net: FedWEITNet(net, num_tasks=10)},
-        "Wrap the network: `FedWEITNet(net, num_tasks=10)`.",
+        "Pass `FedWEITNet(net, num_tasks=10)` as the `model` of a `Classifier`.",
     ),
     "task_incremental without tasks": Row(
         lambda lab, incremental, stream: fit_one_round(
@@ -1946,7 +1946,7 @@ ROWS |= {
         fit_lists,
         {"collate_fn": batch_of_lists, "callbacks": [Replay(8)]},
         {"collate_fn": None},
-        "Return tensors of one shape from the dataset or its `collate_fn`",
+        "Return tensors of one shape from the dataset or `collate_fn`",
         InvalidTypeError,
     ),
     "Replay with batches that are lists, removed": Row(
@@ -1962,7 +1962,7 @@ ROWS |= {
         ),
         {"callbacks": [LwF()]},
         {"callbacks": []},
-        "Return one logit per class from `Regressor.forward`, or remove `LwF`",
+        "Use class labels as targets and return one logit per class from `Regressor.forward`, or remove `LwF`",
     ),
     "buffer that a training step registers": Row(
         lambda lab, early: fit_one_round(lab, task=Late(early), max_vectorized_clients=1),

@@ -202,7 +202,7 @@ ROWS |= {
         use_client,
         {"fits": False},
         {"fits": True},
-        "Use `client` while a Trainer fits with this method",
+        "Read `client` only in batch hooks of sequential training",
         InvalidStateError,
     ),
     "DyTox as a part of no module": Row(

@@ -1,6 +1,6 @@
 """Federated and continual learning methods: hooks that change losses, gradients, batches, uploads and aggregates.
 
-Methods do not select the clients of a round. The Trainer's strategy selects them.
+The Trainer's strategy selects the clients of a round. Methods do not change this selection.
 """
 
 import lazy_loader

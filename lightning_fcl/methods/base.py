@@ -25,30 +25,35 @@ from lightning_fcl.validation import validate_fields
 Clients = Literal["all", "unbalanced"] | Sequence[str]
 
 Pattern = str | tuple[str, ...]
-"""Shell-style patterns of tensor names. A leading "!" negates a pattern. A tuple matches if any pattern matches."""
+"""A shell-style pattern of tensor names, or a tuple of patterns.
+
+A leading "!" negates a pattern. A tuple matches a name if any of its patterns matches.
+"""
 
 ReplaySamples = tuple[Tensor, Tensor] | Mapping[str, Tensor]
 """Replay samples of a client: a pair of inputs and targets, or tensors by name. Each tensor has shape (n, ...)."""
 
 ReplayTransform = Callable[[Any], Any]
-"""A function that maps one replay sample to another."""
+"""A function that changes one replay sample. See `MethodBase.replay_transform`."""
 
 
 @dataclass(eq=False, init=False)
 class MethodBase:
     """Base class of methods, with hooks for client state, optimizer steps, uploads and the server's model.
 
-    Subclass `Method`, which is also a Lightning callback. In a federation, the hooks run in sequential and in
-    vectorized training. The hooks also run in a plain Trainer, which is a federation of one client with one round per
-    epoch. If the training of a client changes attributes of the method, `start_client` must reset these attributes.
+    Subclass `Method`, which is also a Lightning callback. In a federation, the hooks run in sequential training and, if
+    `vectorizable` is True, in vectorized training. Most hooks also run in a plain Trainer, which is a federation of one
+    client with one round per epoch. If the training of a client changes attributes of the method, `start_client` must
+    reset these attributes.
 
-    A subclass is a dataclass or defines a constructor. The fields of a dataclass are the arguments of the method.
-    Declare a field with `lightning_fcl.validation.validated` to check its value.
+    A subclass with arguments is a dataclass or defines a constructor. The fields of a dataclass are the arguments of
+    the method. Declare a field with `lightning_fcl.validation.validated` to check its value.
 
     Args:
         clients: The clients that use the method: ``"all"``, a list of client ids, or ``"unbalanced"``. With
-            ``"unbalanced"``, a client uses the method only if its data of the round is not balanced over all classes.
-            This is the ``/FT`` variant of Usmanova et al. 2021, where balanced clients fine-tune.
+            ``"unbalanced"``, a client uses the method only if its data of the round is not balanced, see
+            `ClientRound.is_balanced`. This is the ``/FT`` variant of Usmanova et al. 2021, where balanced clients
+            fine-tune.
     """
 
     needs: ClassVar[Needs] = Needs()
@@ -69,8 +74,8 @@ class MethodBase:
     accumulates: ClassVar[bool] = False
     """Whether `end_experience` adds new samples to the state that it returned earlier in the experience.
 
-    If True, and the rounds of an experience have different samples, `end_experience` gets each sample once. If False,
-    `end_experience` gets the samples of the last round in which the client trained.
+    If True, ``data`` contains only samples that `end_experience` must add to ``client.result``, see `end_experience`.
+    If False, ``data`` contains all samples of the round.
     """
 
     clients: Clients = field(default="all", kw_only=True)
@@ -116,7 +121,7 @@ class MethodBase:
     def prepare_client_state(self, client: Client) -> StateSection:
         """Return the client's method state at the start of a round, after the download.
 
-        ``client.received_state`` is the downloaded state.
+        ``client.received_state`` is the state from which the client starts the round.
         """
         return client.method_state
 
@@ -149,7 +154,7 @@ class MethodBase:
         Args:
             client: The client.
             gradient: Gradient of the training loss, including the methods' terms, on the batches of the step. The
-                gradient is one vector over all trainable parameters that have a gradient.
+                gradient is one vector over all trainable parameters of the optimizer that have a gradient.
             gradient_fn: ``gradient_fn(x, y)`` returns the gradient of the mean task loss on the samples ``x`` and
                 ``y``, see `GradientFn`. The module stays in its current mode. In training mode dropout is active, and
                 batch normalization uses the statistics of ``x``, as in the code of GEM's authors. The call changes no
@@ -180,7 +185,7 @@ class MethodBase:
         """Callable that changes each replay sample before a step uses it. None: samples are not changed.
 
         For a pair ``(x, y)``, the callable gets the input ``x`` of one sample. For a dict, it gets the dict of one
-        sample. The values have no batch dimension. The callable returns the same shape and dtype.
+        sample. The values have no batch dimension. The callable must return values of the same shapes and dtypes.
         """
         return None
 
@@ -190,7 +195,7 @@ class MethodBase:
         Args:
             client: The client.
             trained_state: The client's state after local training.
-            data: The client's samples of the round, stacked into one batch. None if the method does not need them.
+            data: The client's samples of the round, stacked into one batch. None if `Needs.round_samples` is False.
                 ``client.new_samples(data)`` returns the samples that the client has not trained on in earlier rounds.
         """
         return client.method_state
@@ -199,16 +204,16 @@ class MethodBase:
         """Return the client's method state for later experiences.
 
         The client uses this state when it enters a later experience. In general, the last round of a client in an
-        experience is not known in advance. So the hook is called after each round that may be the last. If the client
-        trains in the experience again, the new result replaces the earlier result. A client that does not train in an
-        experience keeps its state.
+        experience is not known in advance. Therefore, the hook is called after each round that may be this last round.
+        If the client trains in the experience again, the new result replaces the earlier result. A client that does not
+        train in an experience keeps its state.
 
         Args:
             client: The client. ``client.method_state`` is the state that `update_client_state` returned.
             trained_state: The client's state after local training.
-            data: The client's samples of the round, stacked into one batch. For a method with `accumulates`, samples of
-                earlier experiences are left out. If ``client.result`` is not empty, ``data`` contains only the samples
-                that the hook must add to ``client.result``.
+            data: The client's samples of the round, stacked into one batch. None if `Needs.round_samples` is False. For
+                a method with `accumulates`, samples of earlier experiences are left out. If ``client.result`` is not
+                empty, ``data`` contains only the samples that the hook must add to ``client.result``.
         """
         return client.method_state
 
@@ -227,16 +232,17 @@ class MethodBase:
         return None
 
     def begin_step(self, client: Client) -> None:
-        """Prepare for a step with ``client.batch``, which may be changed in place.
+        """Prepare for a step with the batch ``client.batch``. The hook may change this batch in place.
 
         Clients train sequentially if a method overrides this hook.
         """
 
     def transform_upload(self, client: Client, trained_state: State) -> State:
-        """Return the state that a client uploads. The client itself keeps ``trained_state``.
+        """Return the state that a client uploads.
 
-        Clients train sequentially unless the class sets ``vectorizable = True``. In sequential training, the client's
-        state is in the module.
+        ``trained_state`` is the client's state after local training, with the changes by earlier methods in the
+        Trainer's list of callbacks. In a federation, the hook changes only the upload. Clients train sequentially
+        unless the class sets ``vectorizable = True``. In sequential training, the module contains the client's state.
         """
         return trained_state
 
@@ -278,15 +284,17 @@ class MethodBase:
     def contribute_experience(self, client: Client, trained_state: State, data: Batch) -> State:
         """Return a client's contribution in an experience to tensors of `init_server_state`, by name.
 
-        Each value has the shape of its tensor. The reduction of these tensors is a sum. If a client trains in several
-        rounds of an experience, the client uploads the change since its last contribution. When the experience ends,
-        the server has the sum of the latest contributions of all clients, see `Server.ends`. With full participation, a
-        client uploads once, in the last round.
+        Each value has the shape of its tensor. The reduction of these tensors must be a sum. If a client trains in
+        several rounds of an experience, the client uploads the change since its last contribution. When the experience
+        ends, the server has the sum of the latest contributions of all clients, see `Server.ends`. With full
+        participation and the same samples in all rounds of an experience, a client uploads once, in the last round.
 
         Args:
             client: The client.
             trained_state: The client's state after local training.
-            data: The client's samples, stacked into one batch. Each sample is counted only once in an experience.
+            data: The samples of the round that the contribution must count, stacked into one batch. Samples of earlier
+                experiences are left out. In the server's sum, each sample of an experience counts once. None if
+                `Needs.round_samples` is False.
         """
         return {}
 
@@ -328,7 +336,7 @@ class MethodBase:
 
     @property
     def section_name(self) -> str:
-        """Name of the method's section in a client's state."""
+        """Name of the method's section in the state of clients and server."""
         return type(self).__name__
 
     def fingerprint(self) -> dict[str, Any]:
@@ -343,8 +351,8 @@ class MethodBase:
         if self._client is None:
             name = type(self).__name__
             raise InvalidStateError(
-                f"Expected a client that trains with `{name}`, but no client is training.",
-                hint="Use `client` while a Trainer fits with this method, in a hook of a batch.",
+                f"Expected one client that currently trains with `{name}`, but the method has no current client.",
+                hint="Read `client` only in batch hooks of sequential training, such as `on_train_batch_start`.",
                 argument="client",
             )
         return self._client
@@ -381,7 +389,7 @@ def methods_overriding(methods: Iterable[MethodBase], function: str) -> list[Met
 
 
 def tracks_rounds(method: MethodBase) -> bool:
-    """Return whether a method needs to know in which rounds a client has trained."""
+    """Return whether a method needs the list of rounds in which a client has trained."""
     of_experience = overrides_hook(method, "end_experience") or overrides_hook(method, "contribute_experience")
     return of_experience or method.needs.round_samples or method.needs.numbers
 

@@ -32,7 +32,7 @@ def check_batch(method: MethodBase, batch: Batch, stored: bool = True) -> None:
     accepts = is_labelled(batch) or (method.needs.dict_batches and isinstance(batch, dict))
     if method.needs.labels and not accepts:
         raise InvalidTypeError(
-            f"Expected batches `[x, y]` for `{type(method).__name__}`, but got {_kind_of(batch)}.",
+            f"Expected batches `[x, y]` with a tensor `y` for `{type(method).__name__}`, but got {_kind_of(batch)}.",
             hint="Return a pair from your dataset.",
             argument="batch",
         )
@@ -43,8 +43,8 @@ def check_batch(method: MethodBase, batch: Batch, stored: bool = True) -> None:
 def check_samples(method: MethodBase, trainer: L.Trainer) -> None:
     """Raise TypeError if a method stores samples but the samples of the stream cannot be stored.
 
-    The check reads at most two samples. It restores the random number generators, and state of the dataset that changes
-    during the check.
+    The check reads at most two samples. Afterwards, the random number generators and the state of the dataset are
+    restored.
     """
     stream = find_stream(trainer)
     stores = method.needs.tensors or overrides_hook(method, "replay_samples")
@@ -54,7 +54,7 @@ def check_samples(method: MethodBase, trainer: L.Trainer) -> None:
     with isolate_rng(), restored_reading(samples, rows, "train"):
         try:
             batch = samples.get(rows, "train", stream.seed)
-        # `collate_fn` may fail because it gets only two samples. Training raises all other errors.
+        # `collate_fn` may fail because it gets only two samples. An error with another cause is raised in training.
         except Exception:
             return
     if method.needs.tensors:
@@ -82,10 +82,10 @@ def check_stored(method: MethodBase, batch: Batch) -> None:
     for tensor_name, value in values.items():
         if not (isinstance(value, Tensor) and value.dim() and len(value) == size):
             raise InvalidTypeError(
-                f"Expected batches of tensors with a row for each sample for `{name}`, which works on single samples, "
-                f"but `{tensor_name}` is {_described(value)}.",
-                hint="Return tensors of one shape from the dataset or its `collate_fn`: pad sequences and encode "
-                f"text. Or remove `{name}`.",
+                f"Expected each value of a batch to be a tensor with one row per sample for `{name}`, which works on "
+                f"single samples, but `{tensor_name}` is {_described(value)}.",
+                hint="Return tensors of one shape from the dataset or `collate_fn`. Pad sequences and encode text, or "
+                f"remove `{name}`.",
                 argument=tensor_name,
             )
 
@@ -93,8 +93,8 @@ def check_stored(method: MethodBase, batch: Batch) -> None:
 def _named(batch: Batch) -> dict[str, object]:
     """Return the values of a batch by name.
 
-    The first two values of a list or tuple are named ``x`` and ``y``. A batch of another type is one value ``batch``,
-    unless it is a mapping.
+    The first two values of a list or tuple are named ``x`` and ``y``, and all other values are left out. A mapping
+    keeps its names. A batch of any other type is one value with the name ``batch``.
     """
     return {str(name): value for name, value in (batch if isinstance(batch, Mapping) else _pair(batch)).items()}
 
@@ -117,14 +117,16 @@ def _leaves(name: str, batch: Batch) -> Iterator[tuple[str, object]]:
 
 
 def _described(value: object) -> str:
-    """Return a value's type, with the shape of a tensor or the item types of a list or tuple."""
+    """Return a description of a value's type, with the shape of a tensor or the item types of a list or tuple."""
     if isinstance(value, Tensor):
         return f"a {type(value).__name__} of shape {tuple(value.shape)}"
     inner = {type(item).__name__ for item in value} if type(value) in (list, tuple) else set()  # type: ignore[attr-defined]
-    return f"{_kind_of(value)} {'/'.join(sorted(inner))}".rstrip()
+    items = f" with items of type {' or '.join(sorted(inner))}" if inner else ""
+    return f"{_kind_of(value)}{items}"
 
 
 def _kind_of(value: object) -> str:
-    """Return a description of a value's type, with the length of a list or tuple."""
-    length = f" of {len(value)}" if isinstance(value, list | tuple) else ""
-    return f"a {type(value).__name__}{length}"
+    """Return a type name with an article, such as "a dict". For a list or tuple, also return its length."""
+    name = type(value).__name__
+    length = f" of length {len(value)}" if isinstance(value, list | tuple) else ""
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}{length}"

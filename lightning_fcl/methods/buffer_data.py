@@ -76,7 +76,7 @@ def select(
         generator: Random number generator. It draws one seed for the selection.
 
     Returns:
-        Positions of the selected samples, and the ``priority`` or ``group`` of each.
+        Positions of the selected samples, and the state: the ``priority`` or ``group`` of each selected sample.
     """
     from lightning_fcl.data.avalanche import DataAttribute, TaskAwareSupervisedClassificationDataset
     from lightning_fcl.data.avalanche import storage_policy as policies

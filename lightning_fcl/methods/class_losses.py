@@ -41,10 +41,11 @@ class SparseDeltaSum(SparseSum, DeltaSum):
 def logit_adjusted_loss(logits: Tensor, target: Tensor, counts: Tensor, tau: float = 1.0) -> Tensor:
     """Return the cross-entropy of each sample after adding ``tau * log(prior)`` to the logit of each class.
 
-    This is equation 10 of Menon et al. 2021, and with ``tau = 1`` the balanced softmax of Ren et al. 2020. The prior of
-    a class is its share of ``counts``, shape (classes,). Classes without samples are left out of the softmax. If the
-    target class of a sample has no samples, it stays in the softmax and its logit does not change. If all counts are 0
-    or ``tau`` is 0, the result is the plain cross-entropy.
+    This is equation 10 of Menon et al. 2021, and with ``tau = 1`` the balanced softmax of Ren et al. 2020. ``counts``
+    is the number of samples of each class, shape (classes,). The prior of a class is its share of all these samples.
+    Classes with a count of 0 are left out of the softmax. The target class of a sample always stays in the softmax. If
+    its count is 0, its logit does not change. If all counts are 0 or ``tau`` is 0, the result is the plain
+    cross-entropy.
     """
     if tau == 0:
         return F.cross_entropy(logits, target, reduction="none")
@@ -66,13 +67,14 @@ class LogitAdjustment(Method):
         tau: Strength of the adjustment, at least 0. With 0, the loss is the task's own loss.
         prior: Samples from which the class priors are counted. ``"client"``: the client's samples of the round, as in
             Zhang et al. 2022. In a plain Trainer without a `FederatedStream`, these are the samples of the previous
-            epoch. ``"federation"``: the samples of all clients so far and of the base session, as in Menon et al. 2021
-            and the balanced softmax of Ren et al. 2020. Clients then upload the class counts of samples that they have
-            not trained on before.
+            epoch, and the first epoch uses the task's own loss. ``"federation"``: the samples of all clients so far
+            and of the base session, as in Menon et al. 2021 and the balanced softmax of Ren et al. 2020. Clients then
+            upload the class counts of samples that they have not trained on before.
 
     Raises:
-        ValueError: If an argument is out of range, a batch has no labels, or ``prior`` is ``"federation"`` and
-            the module has no ``num_classes``.
+        ValueError: If an argument is out of range, or the module's output is not class logits. Also if ``prior`` is
+            ``"federation"`` and the module has no ``num_classes``.
+        TypeError: If the batches are not pairs.
 
     Example:
         >>> LogitAdjustment(tau=1.0, prior="federation").prior
@@ -205,10 +207,10 @@ class MeanOutputLoss(Method):
     """Mean Output Loss, MOL (Kröger et al.).
 
     The loss of each step is ``cross-entropy + mu * MOL``, see `mean_output_loss`. New classes are the classes that any
-    client of the federation learns in the current session. Old classes are the classes of all earlier sessions. A
-    `FederatedStream` defines both. In a plain Trainer without a stream, each `fit` is a session. The new classes are
-    then the classes of the batch that no earlier session contained. A client keeps masks of these classes, and uploads
-    the same tensors as in FedAvg.
+    client of the federation learns in the current session and that no earlier session contained. Old classes are the
+    classes of all earlier sessions. A `FederatedStream` defines new and old classes. In a plain Trainer without a
+    stream, each `fit` is a session. The new classes are then the classes of the batch that no earlier session
+    contained. A client keeps masks of these classes, and uploads the same tensors as in FedAvg.
 
     The paper leaves several choices open. The defaults are the variant that worked best in ``recipes/odfcl/README.md``:
     squared difference of mean probabilities, and cross-entropy over the session's classes only. For a replay sample of
@@ -223,7 +225,8 @@ class MeanOutputLoss(Method):
             `Classifier`.
 
     Raises:
-        ValueError: If an argument is out of range, or a batch has no labels.
+        ValueError: If an argument is out of range, or the module's output is not class logits.
+        TypeError: If the batches are not pairs.
 
     Example:
         >>> MeanOutputLoss(mu=2.0).mu

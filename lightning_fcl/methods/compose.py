@@ -54,7 +54,10 @@ def check_compatible(methods: Sequence[MethodBase]) -> None:
 
 
 def check_needs(method: MethodBase, trainer: L.Trainer, module: L.LightningModule) -> None:
-    """Raise ValueError if a Trainer or module does not meet the needs of a method. Called before a fit."""
+    """Raise ValueError if a Trainer or module does not meet the needs of a method. Called before a fit.
+
+    Batches and the module's output are checked later.
+    """
     name, needs = type(method).__name__, method.needs
     if str(trainer.precision).startswith("16") and trainer.scaler is not None:
         raise InvalidValueError(
@@ -87,7 +90,8 @@ def check_needs(method: MethodBase, trainer: L.Trainer, module: L.LightningModul
     if not head_names or len(head_names) == len(learning):
         raise InvalidValueError(
             f"Expected `head_pattern` to match some but not all trainable parameters, but `{head}` matches "
-            f"{len(head_names)} of {len(learning)}: {', '.join(sorted(learning)[:3])}, ...",
+            f"{len(head_names)} of {len(learning)}. The trainable parameters include "
+            f"{', '.join(sorted(learning)[:3])}.",
             hint=f'Use a pattern of the last layer, such as `head_pattern="{[*learning][-1].rpartition(".")[0]}.*"`.',
             argument="head_pattern",
         )
@@ -103,7 +107,7 @@ def check_needs(method: MethodBase, trainer: L.Trainer, module: L.LightningModul
 
 
 def _check_one_client(method: MethodBase, trainer: L.Trainer) -> None:
-    """Raise ValueError if a method has hooks that a plain Trainer, a federation of one client, does not call."""
+    """Raise ValueError if a method overrides hooks that a plain Trainer does not support."""
     functions = [name for name in ("personalize",) if overrides_hook(method, name)]
     functions += ["on_client_end"] if isinstance(method, ClientEndListener) else []
     functions += ["on_round_end"] if isinstance(method, RoundEndListener) else []
@@ -113,7 +117,8 @@ def _check_one_client(method: MethodBase, trainer: L.Trainer) -> None:
     if functions:
         name, suffix = type(method).__name__, f" in {trainer.world_size} processes" if trainer.world_size > 1 else ""
         raise InvalidValueError(
-            f'Expected a Trainer with `strategy="federated"` for `{name}.{functions[0]}`, but got a plain one{suffix}.',
+            f'Expected a Trainer with `strategy="federated"` for `{name}.{functions[0]}`, but got a plain Trainer'
+            f"{suffix}.",
             hint=f'Use `strategy="federated"`, or remove `{name}`.',
             argument="strategy",
             value=name,

@@ -36,7 +36,8 @@ class Client:
         federation: The federation. None in a plain Trainer.
         is_active: Whether the client uses the method.
         section_name: Name of the method's section in the state of clients and server.
-        generator: Random number generator for the end of the round. Default: seeded by client, round and section.
+        generator: Random number generator for the end of the round. Default: a generator whose seed depends on the
+            client, the round and the section.
 
     Attributes:
         batch: The current batch.
@@ -85,11 +86,12 @@ class Client:
         """The client's `ClientRound`: its id, round, experience and labels.
 
         Raises:
-            RuntimeError: If several clients train in one vectorized step.
+            RuntimeError: If the client has no `ClientRound`, as in a vectorized step of several clients.
         """
         if self._part is None:
             raise InvalidStateError(
-                "Expected one client for `client.client_round`, but several clients train in one vectorized step.",
+                "Expected a client with a `ClientRound` for `client.client_round`, but this client has none, as in a "
+                "vectorized step of several clients.",
                 hint="Store the values for the step in the state that `prepare_client_state` returns, or set "
                 "`vectorizable = False`.",
             )
@@ -116,9 +118,10 @@ class Client:
 
     @property
     def history(self) -> SampleHistory | None:
-        """Sample numbers of the current round and of the client's earlier rounds.
+        """Sample numbers of the current round and of the client's earlier rounds, or None.
 
-        None in a plain Trainer without a `FederatedStream`, where samples have no numbers.
+        None in a plain Trainer without a `FederatedStream`, where samples have no numbers. Also None in the hooks of
+        local training, and if the method does not need sample numbers, see `Needs.numbers`.
         """
         if self._make_history is not None:
             self._history, self._make_history = self._make_history(), None
@@ -139,12 +142,16 @@ class Client:
     def new_samples(self, data: Batch) -> Batch:
         """Return the samples of the round that were in no earlier round in which the client trained.
 
-        In a plain Trainer without a `FederatedStream`, samples have no numbers, and all samples of an epoch are new.
+        In a plain Trainer without a `FederatedStream`, samples have no numbers, and all samples of an epoch are
+        returned.
         """
         return data if self.history is None else self.select_samples(data, self.history.new)
 
     def select_samples(self, data: Batch, mask: Tensor) -> Batch:
-        """Return the round's samples where ``mask``, shape (n,), is True. Remove other labels from `client_round`."""
+        """Return the round's samples where ``mask``, shape (n,), is True.
+
+        The labels of all other samples are removed from `client_round`.
+        """
         if bool(mask.all()):
             return data
         if self._part is not None and len(self._part.labels) == len(mask):
@@ -171,7 +178,8 @@ class Client:
 
 def _elsewhere(x: Any, *args: object, **kwargs: object) -> Tensor:
     raise InvalidStateError(
-        "Expected a step with a module to compute outputs for other samples, but this step was created without one."
+        "Expected a step with a module to compute outputs for other samples, but this step was created without a "
+        "module. Pass `forward_fn`, `embed_fn` or `loss_fn` to `Step`."
     )
 
 
@@ -180,21 +188,24 @@ class Step:
     """One optimizer step of one client. The hooks of a method receive this object.
 
     Args:
-        params: The trainable parameters by name, as part of the graph. The model that trains is called the student.
+        params: The trainable parameters by name, as part of the autograd graph. The module that trains is called the
+            student.
         received_state: The state that the client received at the start of the round.
         x: Inputs of the batch, shape (batch, ...).
-        output: The student's output for ``x``, shape (batch, classes).
+        output: The student's output for ``x``. For a classifier, class logits of shape (batch, classes).
         teacher_forward: ``teacher_forward(state, x)`` returns the output of a teacher. The teacher is the module with
             another state, in evaluation mode and without gradient.
-        forward_fn: ``forward_fn(x)`` returns the student's output for other samples, as part of the graph.
-        embed_fn: ``embed_fn(x)`` returns the student's features, the result of ``embed``, as part of the graph.
+        forward_fn: ``forward_fn(x)`` returns the student's output for other samples, as part of the autograd graph.
+        embed_fn: ``embed_fn(x)`` returns the student's features, the result of ``embed``, as part of the autograd
+            graph.
         loss_fn: ``loss_fn(x, y)`` returns the mean task loss on other samples, in the module's current mode.
         sample_weight: Weight of each sample when averaging over the batch, shape (batch,), with sum 1. None: equal
             weights.
         y: Targets of the batch, shape (batch, ...). None if the batch is not a pair.
-        replay_samples: Replay samples drawn for this step, by name, each of shape (replay_batch_size, ...). Empty if
-            the client has no replay samples yet. See `Method.replay_batch_size`.
-        replay_weight: 1 if there are replay samples, 0 otherwise.
+        replay_samples: Replay samples drawn for this step, by name, each of shape (replay_batch_size, ...). See
+            `Method.replay_batch_size`. Empty or zeros if the client has no replay samples yet. None or empty if the
+            method draws no replay samples.
+        replay_weight: 1 if the client has replay samples, 0 otherwise.
     """
 
     params: Mapping[str, Tensor]
@@ -292,10 +303,13 @@ def with_prefix(state: Mapping[str, Tensor], prefix: str) -> StateSection:
 
 
 def without_call(module: nn.Module) -> str:
-    """Return the error message for a ``training_step`` without ``self(x)``. ``%s`` is replaced by the method's name."""
+    """Return the error message for a ``training_step`` without ``self(x)``.
+
+    The message contains the placeholder ``%s`` for the method's name.
+    """
     return (
-        f"Expected `{type(module).__name__}.training_step` to call `self(x)`, because `%s` needs its output, but it "
-        "did not."
+        f"Expected `{type(module).__name__}.training_step` to call `self(x)`, because `%s` needs the output, but "
+        "`training_step` did not call `self(x)`."
     )
 
 

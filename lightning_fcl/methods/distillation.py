@@ -51,12 +51,12 @@ class FLwF2T(Method):
         reduction: Mean of the distillation loss, as in `torch.nn.KLDivLoss`. ``"batchmean"``: over samples.
             ``"mean"``: over samples and classes.
         teacher: Kind of the previous model in the loss. ``"snapshot"``: a copy of the client's model after its last
-            round. ``"live"``: a reference to the model that is training, as in a program that forgets to copy the
-            model. With ``"live"``, the term of the previous model is 0, and the client keeps no model.
+            round. ``"live"``: a reference to the model that is training, as in code that does not copy the model. With
+            ``"live"``, the term of the previous model has no gradient and is left out. The client keeps no model.
         clients: Clients that distill. All other clients fine-tune. See `Method`.
 
     Raises:
-        ValueError: If an argument is outside its range.
+        ValueError: If an argument is outside its range, or the module's output is not class logits.
 
     Example:
         >>> FLwF2T(alpha=0.001, beta=0.7).task_weight(Client())
@@ -77,7 +77,8 @@ class FLwF2T(Method):
             raise InvalidValueError(
                 f"Expected `alpha + beta` to be at most 1 and `beta` at least 0, but got alpha={self.alpha}, "
                 f"beta={self.beta}.",
-                hint="Lower one of them, so that the weight of the server's model, 1 - alpha - beta, is at least 0."
+                hint="Lower `beta` to at most 1 - alpha, so that the weight of the server's model, 1 - alpha - beta, "
+                "is at least 0."
                 if self.alpha + self.beta > 1 + 1e-9
                 else "Use a `beta` between 0 and 1 - alpha.",
                 argument="beta",
@@ -149,7 +150,8 @@ class LwF(Method):
         clients: Clients that distill. All other clients fine-tune. See `Method`.
 
     Raises:
-        ValueError: If an argument is outside its range.
+        ValueError: If an argument is outside its range, or the module's output is not class logits.
+        TypeError: If the batches are not pairs.
 
     Example:
         >>> LwF(strength=0.0).task_weight(Client())
@@ -220,7 +222,7 @@ class FedNTD(Method):
         temperature: Temperature of teacher and student, above 0.
 
     Raises:
-        ValueError: If an argument is out of range, or the module's output is not logits of classes.
+        ValueError: If an argument is out of range, or the module's output is not class logits.
         TypeError: If the batches are not pairs.
 
     Example:
@@ -261,11 +263,12 @@ def contrastive_loss(features: Tensor, positive: Tensor, negative: Tensor, tempe
 class MOON(Method):
     """MOON: model-contrastive learning (Li et al., 2021, Algorithm 1).
 
-    The loss is ``task loss + mu * mean contrastive_loss(f(x))``. The contrastive loss moves the features of ``x``
-    toward the features of the model that the client received. It moves them away from the features of the model that
-    the client trained last. In a client's first round these models are identical, and the term has no gradient. The
-    features are the result of the module's `embed`. The paper computes features with an additional projection head. A
-    client keeps its last model, and uploads the same tensors as in FedAvg.
+    The loss is ``task loss + mu * mean contrastive_loss(f(x))``. The contrastive loss makes the features of ``x`` more
+    similar to the features of the model that the client received. It makes the features less similar to the features
+    of the model that the client trained last. In a client's first round, these two models are identical, and the term
+    has no gradient. The features are the result of the module's `embed`. The paper adds a projection head that computes
+    the features. This class adds no projection head. A client keeps its last model, and uploads the same tensors as in
+    FedAvg.
 
     Args:
         mu: Weight of the contrastive loss, at least 0. With 0, the method is FedAvg.
@@ -273,6 +276,7 @@ class MOON(Method):
 
     Raises:
         ValueError: If an argument is out of range, or the module has no features.
+        TypeError: If the batches are not pairs.
 
     Example:
         >>> MOON(mu=5.0).temperature

@@ -49,8 +49,8 @@ def averaged_parameters(module: L.LightningModule) -> State:
 def local_gradient_weight(group: Mapping[str, Any], steps: int) -> float:
     """Return the total weight that the gradients of ``steps`` SGD steps have in the parameter change.
 
-    Without momentum, this weight is the number of steps. With momentum, the weight is larger. Wang et al. 2020 call it
-    ``||a||_1``. A parameter group without the entry ``momentum`` has no momentum.
+    Without momentum, this weight is the number of steps. With momentum and at least two steps, the weight is larger.
+    Wang et al. 2020 call this weight ``||a||_1``. A parameter group without the entry ``momentum`` has no momentum.
 
     Example:
         >>> local_gradient_weight({"lr": 0.1}, 3), local_gradient_weight({"momentum": 0.5}, 3)
@@ -67,7 +67,9 @@ def local_gradient_weight(group: Mapping[str, Any], steps: int) -> float:
 class ServerUpdateMethod(Method):
     """Base class of methods whose `process_aggregate` updates the server's model from the mean of all uploads."""
 
-    needs: ClassVar[Needs] = Needs(federation_reason="it has no server that aggregates uploads. Use the strategy")
+    needs: ClassVar[Needs] = Needs(
+        federation_reason='it has no server that aggregates uploads. Use `strategy="federated"`'
+    )
 
     def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         federation = require_federation(trainer, type(self).__name__, self.needs.federation_reason)
@@ -80,13 +82,14 @@ class ServerUpdateMethod(Method):
             "a `Swarm` whose nodes may miss a synchronization": federation.participation.may_miss_sync,
             "a `FedBuff`": isinstance(federation.participation.synchronization, FedBuff),
             "a `server_optimizer`": federation.server.optimizer_settings is not None,
-            f"{format_code_names(preceding_names)} before it": bool(preceding_names),
+            f"{format_code_names(preceding_names)} earlier in the callbacks": bool(preceding_names),
         }
         for conflict in (what for what, there in unfit.items() if there):
             raise InvalidValueError(
-                f"Expected the mean of all clients' uploads as the server's model for `{type(self).__name__}`, which "
+                f"Expected the server's model to be the mean of all clients' uploads, because `{type(self).__name__}` "
                 f"updates the model from this mean, but got {conflict}.",
-                hint=f"Fit without {conflict.removesuffix(' before it')}, or without `{type(self).__name__}`.",
+                hint=f"Fit without {conflict.removesuffix(' earlier in the callbacks')}, or without "
+                f"`{type(self).__name__}`.",
                 argument=type(self).__name__,
                 value=conflict,
             )
@@ -109,7 +112,7 @@ class FedProx(Method):
         pattern: Shell-style pattern of the parameters in the proximal term, such as ``"head.*"``.
 
     Raises:
-        ValueError: If ``mu`` is negative or ``pattern`` matches no trainable parameter.
+        ValueError: If ``mu`` is negative. With ``mu`` above 0, also if ``pattern`` matches no trainable parameter.
 
     Example:
         >>> FedProx(mu=0.1).mu
@@ -140,20 +143,22 @@ class SCAFFOLD(Method):
     A step is ``y <- y - lr * (g(y) - c_i + c)`` (equation 3). The server's control variates c and the client's c_i
     start at 0. After K steps a client sets c_i to ``c_i - c + (x - y) / (K * lr)`` (equation 4, option II), where x is
     the model that it received. The client uploads its model, and the change of c_i divided by the number of the
-    stream's clients. The server adds this change to c (equation 5). So upload and download are twice as large as in
-    FedAvg. A client that is not sampled keeps its c_i. With momentum, K is the `local_gradient_weight` of the steps.
+    stream's clients. The server adds the uploaded changes to c (equation 5). So upload and download are about twice as
+    large as in FedAvg. A client that is not sampled keeps its c_i. With momentum, K is the `local_gradient_weight` of
+    the steps.
     Client-local parameters have no control variates. The paper's global step size is the learning rate of
     ``server_optimizer``.
 
     Each experience starts with c and all c_i at 0. The paper has a single task. Without the reset, c would contain the
     gradients of clients that have no samples of the experience. No client would subtract these gradients, so that they
-    would bias the steps of all clients. If clients enter an experience in different rounds, c is not reset. A client
-    then uses the change of c since its first download in the experience. It keeps the c of that download in addition to
-    c_i.
+    would bias the steps of all clients. If clients enter an experience in different rounds, c is not reset. In each
+    experience except the first, a client then uses the change of c since its first download in the experience. It
+    keeps the c of that download in addition to c_i.
 
     Raises:
-        ValueError: If there is no federation with ``client_weights="uniform"``, or the optimizer is not SGD with one
-            learning rate per round.
+        ValueError: If there is no federation with ``client_weights="uniform"``. Also if the optimizer is not SGD
+            without dampening, if its parameter groups differ in learning rate or momentum, or if the learning rate
+            changes within a round.
 
     Example:
         >>> SCAFFOLD().vectorizable
@@ -172,9 +177,11 @@ class SCAFFOLD(Method):
         is_uniform = all(len({*settings.get(name, ())}) <= 1 for name in ("lr", "momentum", "nesterov"))
         if settings["class"] != "SGD" or any(settings["dampening"]) or scheduled or not is_uniform:
             raise InvalidValueError(
-                "Expected SGD without dampening and with one learning rate in a round for `SCAFFOLD`, which computes "
-                f"gradients from parameter changes, but got {settings}{', scheduled by step' * scheduled}.",
-                hint="Use SGD, and change the learning rate only between rounds.",
+                "Expected SGD without dampening and with one `lr`, `momentum` and `nesterov` in each round for "
+                "`SCAFFOLD`, which computes gradients from parameter changes, but got "
+                f"{settings}{' and a schedule that changes `lr` within a round' * scheduled}.",
+                hint="Use SGD with one parameter group and without dampening, and change the learning rate only "
+                "between rounds.",
                 argument="optimizer",
                 value=settings["class"],
             )
@@ -212,7 +219,8 @@ class SCAFFOLD(Method):
     def _lacking(self, client: Client) -> State:
         """Return the correction ``c - c_i`` of a client's gradients, by parameter name.
 
-        If clients enter experiences in different rounds, c is the change since the first download in the experience.
+        If clients enter experiences in different rounds, c is the change since the first download in the experience,
+        except in the first experience.
         """
         local_variates, initial_variates = (
             strip_prefix(client.method_state, "c"),

@@ -109,7 +109,7 @@ class MethodDriver(Callback):
             return
         if (first := first_indices(stream)) is None:
             return
-        # The code of a dataset may use random numbers.
+        # Reading a sample may draw random numbers in the dataset's own code.
         with isolate_rng():
             pairs = is_labelled(stream.get_samples(first[:1]))
         if pairs and (reason := find_logits_obstacle(pl_module, stream, first)):
@@ -269,7 +269,7 @@ class MethodDriver(Callback):
             gradients = {name: p.grad for name, p in params.items() if p.grad is not None}
             gradient = flatten(gradients) if gradients else None
             if gradient is None or not torch.isfinite(gradient.sum()):
-                # The federation drops clients whose training diverges.
+                # A non-finite gradient is not projected. The federation drops clients whose training diverges.
                 continue
             projected = method.project_gradient(client, gradient, make_gradient_fn(pl_module, params))
             if projected is not gradient:
@@ -330,7 +330,8 @@ def _refuse_output(method: MethodBase, module: L.LightningModule, reason: str) -
     raise InvalidValueError(
         f"Expected logits of shape (batch, classes) with at least 2 classes for `{type(method).__name__}`, which "
         f"compares classes, but {reason}.",
-        hint=f"Return one logit per class from `{type(module).__name__}.forward`, or remove `{type(method).__name__}`.",
+        hint=f"Use class labels as targets and return one logit per class from `{type(module).__name__}.forward`, or "
+        f"remove `{type(method).__name__}`.",
         argument="forward",
         value=type(module).__name__,
     )

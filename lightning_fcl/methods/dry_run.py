@@ -1,4 +1,4 @@
-"""Trial evaluation of a module on a few samples, after which all state of the module is restored."""
+"""Trial evaluation of a module on a few samples, after which the module's attributes and buffers are restored."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lightning_fcl.methods.functional import evaluation_mode
 from lightning_fcl.rng import seed_all
 from lightning_fcl.tasks.base import Task
 
-# Number of samples in a trial evaluation.
+# Maximum number of samples in a trial evaluation.
 _FEW = 8
 
 
@@ -32,7 +32,7 @@ _FEW = 8
 def isolated_evaluation(module: L.LightningModule, stream: FederatedStream, stage: RunningStage) -> Iterator[None]:
     """Temporarily prepare a module and its Trainer for an evaluation outside of the Trainer's loops.
 
-    The random state, the loggers and the module are restored afterwards.
+    The random state, the Trainer's stage and loggers, and the module are restored afterwards.
     """
     trainer, precision = module.trainer, module.trainer.precision_plugin
     previous_stage, loggers = trainer.state.stage, trainer.loggers

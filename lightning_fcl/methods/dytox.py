@@ -39,21 +39,23 @@ from lightning_fcl.validation import above, at_least, validated
 class DyToxMethod(Episodic):
     """DyTox training with a token and a head for each task (Douillard et al., 2022, sections 3.3 and 4.1).
 
-    From a client's second task on, the loss is
+    From a client's second task on, the loss is by default
     ``(1 - a) * task loss + a * distillation + divergence_weight * divergence loss``. The weight a is the share of past
-    classes, see ``distillation_weight``. The parts of the method are:
+    classes. ``distillation_weight`` can replace this weight. The parts of the method are:
 
     - Freezing: the tokens and heads of all other tasks are frozen. The body, the decoder, and the token and heads of
       the current task are trained.
-    - Replay: samples of past tasks join the batches, each once per local epoch. See `GEM` for how they are selected.
+    - Replay: samples of past tasks are added to the batches, see `MethodBase.replay_batch_size`. They are selected as
+      in `GEM`.
     - Distillation: the teacher is the client's model after its last round of its previous task. The distillation uses
       the classes of all past tasks of the client.
     - Divergence loss: the divergence head of the current task classifies the task's classes. All samples of past tasks
       form one more class.
-    - Balanced tuning: in the last epochs of a task the body is frozen, too. The decoder and the task's token and heads
-      are trained with the task's loss only. The data are an equal number of stored samples of each class of all tasks.
-      With a `FederatedStream` the tuning has extra local epochs in the task's last round. Otherwise, the last epochs
-      of the fit are for tuning. The authors' code also tunes old tokens and heads, with a tenth of the learning rate.
+    - Balanced tuning: in the last epochs of each task except the first, the body is frozen, too. The decoder and the
+      task's token and heads are trained with the task's loss only. The training data are stored samples of all tasks of
+      the client so far, with an equal number of samples of each class. With a `FederatedStream`, the tuning has extra
+      local epochs in the task's last round. Otherwise, the last epochs of the fit are for tuning. The authors' code
+      also tunes old tokens and heads, with a tenth of the learning rate.
 
     A client's task is the model's block of classes that contains its labels, see `DyTox.blocks`. If a `FederatedStream`
     defines blocks of classes, the model uses these blocks. Stored samples and the teacher stay on the client. Tokens
@@ -110,8 +112,8 @@ class DyToxMethod(Episodic):
         model, stream = get_dytox(pl_module), find_stream(trainer)
         if stream is not None and not stream.plan.common_tasks:
             raise InvalidValueError(
-                "Expected a stream with tasks of classes that are the same for all clients for `DyToxMethod`, but got "
-                f"{stream}.",
+                "Expected a stream whose tasks are sets of classes without overlap between different tasks, because "
+                f"`DyToxMethod` trains one token for each task, but got {stream}.",
                 hint='Use `scenario="fedvit"`, or "class-incremental" without `order_per_client`.',
                 argument="scenario",
                 value=stream.scenario,
@@ -180,7 +182,7 @@ class DyToxMethod(Episodic):
         return 0 < remaining_epochs <= self.balanced_epochs
 
     def _balanced(self, client: Client) -> tuple[Tensor, Tensor]:
-        """Return an equal number of stored samples of each class, including the current task's classes."""
+        """Return stored samples ``(x, y)``, the same number for each class, including the current task's classes."""
         memory, client_round, stream = client.method_state, client.client_round, find_stream(client.module.trainer)
         generator = torch.Generator().manual_seed(
             derive_seed(client.seed, client_round.client_id, client_round.round_idx, "balanced")
@@ -190,7 +192,7 @@ class DyToxMethod(Episodic):
             memory = add_task_memory(client, data, self.memory_size, generator)
         elif not has_task(memory, client_round.experience_idx):
             raise MissingValueError(
-                f"Expected more epochs for a task than `balanced_epochs`={self.balanced_epochs}, but all epochs of the "
+                f"Expected more epochs for a task than `balanced_epochs={self.balanced_epochs}`, but all epochs of the "
                 "task are for balanced tuning.",
                 hint="Raise `max_epochs`.",
                 argument="balanced_epochs",
@@ -211,7 +213,7 @@ class DyToxMethod(Episodic):
     # Replay, distillation and divergence of past tasks.
 
     def replay_samples(self, client: Client) -> tuple[Tensor, Tensor] | None:
-        # Without a stream, balanced tuning replaces the batch in `begin_step`.
+        # Without a stream, replay samples are added to the batch after `begin_step`. Balanced tuning needs none.
         tunes_alone = self._tuning and not _is_planned(client)
         return None if tunes_alone else past_samples(client)
 
@@ -286,8 +288,8 @@ def _task_of(model: DyTox, labels: Tensor, client: str) -> int:
     tasks = torch.unique(model.task_index(labels)).tolist()
     if len(tasks) != 1:
         raise InvalidValueError(
-            f"Expected an experience with classes of one task of `DyTox`, but client {client} has classes of the tasks "
-            f"{', '.join(map(str, tasks)) or 'none'}.",
+            f"Expected an experience with classes of one task of `DyTox`, but client {client} has classes of these "
+            f"tasks: {', '.join(map(str, tasks)) or 'none'}.",
             hint="Give `DyTox(tasks=...)` the classes of each experience.",
             argument="tasks",
             value=tasks,

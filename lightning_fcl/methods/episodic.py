@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 def check_memory_size(**arguments: int | float) -> None:
-    """Raise ValueError if an argument is neither a number of samples nor a share. Warn if an argument is integer 1."""
+    """Raise ValueError if an argument is neither a number of samples nor a share. Warn about the integer 1."""
     for name, value in arguments.items():
         if not value > 0 or (isinstance(value, float) and value > 1):
             raise InvalidValueError(
@@ -41,7 +41,7 @@ def check_memory_size(**arguments: int | float) -> None:
 
 @dataclass(eq=False)
 class Episodic(Method):
-    """Base class of GEM, A-GEM and BCN: a client stores samples of each of its tasks, selected as in `GEM`."""
+    """Base class of GEM, A-GEM, BCN and DyTox: a client stores samples of each of its tasks, selected as in `GEM`."""
 
     needs: ClassVar[Needs] = Needs(sample_loss=True, round_samples=True, tensors=True)
 
@@ -56,11 +56,11 @@ class Episodic(Method):
 class GEM(Episodic):
     """GEM: gradient episodic memory (Lopez-Paz and Ranzato, 2017).
 
-    In each step, GEM changes the gradient so that, to first order, the step does not raise the loss of any past task. A
-    client stores samples of each of its tasks (experiences). g_i is the gradient of the samples of past task i at the
-    current parameters. The gradient g of the step becomes the nearest g' with ``<g', g_i> >= 0`` for all past tasks
-    (eq. 11, see `lightning_fcl.methods.projection.project`). The stored samples never leave the client, and it uploads
-    the same tensors as in FedAvg.
+    In each step, GEM changes the gradient so that, to first order, the step does not raise the loss on the stored
+    samples of any past task. A client stores samples of each of its tasks (experiences). g_i is the gradient of the
+    samples of past task i at the current parameters. The gradient g of the step becomes the nearest g' with
+    ``<g', g_i> >= 0`` for all past tasks (eq. 11, see `lightning_fcl.methods.projection.project`). The stored samples
+    never leave the client. A client uploads the same tensors as in FedAvg.
 
     After each round in which a client trains, GEM selects the stored samples of the current task again. The selection
     is random, in proportion to the classes. If `memory_size` permits, each class has at least one sample. If the rounds
@@ -68,8 +68,8 @@ class GEM(Episodic):
 
     Args:
         memory_size: Number of stored samples per task (int), or share of the client's data in a round (float).
-        margin: Minimum weight of each past gradient if any constraint is violated (the authors' memory strength). 0 is
-            eq. 11.
+        margin: Minimum weight of each past gradient if any constraint is violated (the authors' memory strength). With
+            0, the projection is eq. 11.
 
     Raises:
         ValueError: If an argument is out of range, or the module has no ``sample_loss``.
@@ -101,8 +101,8 @@ class AGEM(Episodic):
 
     Args:
         memory_size: Number of stored samples per task, or a share. See `GEM`.
-        batch_size: Number of stored samples for g_ref, drawn again in each step from torch's global random number
-            generator, as in the paper. None: all stored samples.
+        batch_size: Maximum number of stored samples for g_ref. They are drawn again in each step, as in the paper, from
+            torch's global random number generator. None: all stored samples.
 
     Raises:
         ValueError: If an argument is out of range, or the module has no ``sample_loss``.
@@ -139,7 +139,7 @@ def past_tasks(client: Client) -> list[tuple[Tensor, Tensor]]:
 
 
 def past_samples(client: Client) -> tuple[Tensor, Tensor] | None:
-    """Return the stored samples ``(x, y)`` of all past tasks in one pair of tensors, or None without such samples."""
+    """Return the stored samples ``(x, y)`` of all past tasks in one pair of tensors, or None if there are none."""
     tasks = past_tasks(client)
     x, y = ([task[part] for task in tasks] for part in (0, 1))
     return (torch.cat(x), torch.cat(y)) if tasks else None
@@ -175,9 +175,9 @@ def add_task_memory(client: Client, data: Batch, max_size: int | float, generato
 def finite_pairs(data: Batch) -> tuple[Tensor, Tensor]:
     """Return a client's samples ``(x, y)`` whose inputs are finite. Raise TypeError if the samples are not pairs."""
     if not isinstance(data, list | tuple) or len(data) != 2:
-        parts = f"{len(data)} parts" if isinstance(data, list | tuple) else type(data).__name__
+        length = f" and length {len(data)}" if isinstance(data, list | tuple) else ""
         raise InvalidTypeError(
-            f"Expected samples `[x, y]` to store, but got {parts}.",
+            f"Expected samples `[x, y]`, but got data of type `{type(data).__name__}`{length}.",
             hint="Return `[x, y]` pairs from the dataset.",
             argument="data",
         )
@@ -185,7 +185,7 @@ def finite_pairs(data: Batch) -> tuple[Tensor, Tensor]:
     if x.is_floating_point() and not torch.isfinite(x.sum()):
         finite = torch.isfinite(x).flatten(1).all(dim=1)
         bad = int((~finite).sum())
-        log.warning("Did not store %d of %d samples: their inputs have non-finite values.", bad, len(finite))
+        log.warning("Left out %d of %d samples: their inputs have non-finite values.", bad, len(finite))
         x, y = x[finite], y[finite]
     return x, y
 
@@ -223,7 +223,7 @@ def without_task(memory: StateSection, task: int) -> StateSection:
 
 
 def add_to_task(memory: StateSection, result: StateSection, samples: StateSection, task: int) -> StateSection:
-    """Return ``memory``, in which the samples of a task become the task's samples in ``result`` plus ``samples``."""
+    """Return a copy of ``memory`` with other samples of a task: its samples in ``result``, and then ``samples``."""
     earlier = result["task"] == task if "task" in result else torch.zeros(0, dtype=torch.bool)
     if earlier.any():
         earlier_samples = {name: result[name][earlier].to(value.device) for name, value in samples.items()}
@@ -234,8 +234,8 @@ def add_to_task(memory: StateSection, result: StateSection, samples: StateSectio
 def stratified_indices(y: Tensor, size: int, generator: torch.Generator) -> Tensor:
     """Return sorted indices of ``size`` samples in proportion to the classes, or of all samples if there are fewer.
 
-    If ``size`` permits, each class has at least one sample. Quotas are rounded by largest remainder, and ties are
-    broken at random.
+    If ``size`` permits, each class has at least one sample. The number of samples of each class is rounded by largest
+    remainder, and ties are broken at random.
     """
     size = min(size, len(y))
     classes, counts = torch.unique(y, return_counts=True)
@@ -268,8 +268,8 @@ def has_task(method_state: StateSection, task: int) -> bool:
 def worst_inputs(x: Tensor, gradient: Callable[[Tensor], Tensor], eps: float, steps: int) -> Tensor:
     """Return inputs near ``x`` with a higher loss, found by normalized gradient ascent. This is BCN's first player.
 
-    Each step has the length ``eps`` in the norm over channels (dimension 1). If the result is farther than ``eps`` from
-    ``x``, it is moved back to this distance.
+    Each step has the length ``eps`` in the norm over channels (dimension 1). If an input is then farther than ``eps``
+    from ``x``, the input is moved back to this distance.
     """
     perturbed_x = x
     for _ in range(steps):
@@ -306,9 +306,9 @@ class BCN(Episodic):
     Args:
         memory_size: Number of stored samples per task, or a share. See `GEM`.
         beta: Weight of the task loss on the batch, at least 0.
-        eps: Maximum distance by which an input is moved, at least 0. 0: the first player does not move.
-        x_steps: Number of moves of the first player. 0: it does not move.
-        theta_steps: Number of moves of the second player. 0: it does not move.
+        eps: Maximum distance by which an input is moved, at least 0. With 0, the first bracket is left out.
+        x_steps: Number of gradient steps of the first player. With 0, the first bracket is left out.
+        theta_steps: Number of gradient steps of the second player. With 0, the second bracket is left out.
         inner_lr: Learning rate of the second player, above 0.
         batch_size: Number of samples drawn in each step.
 

@@ -94,8 +94,9 @@ def check_in_step(method: MethodBase, module: L.LightningModule) -> None:
     server_state = method.init_server_state(module)
     if len(lasting(method, server_state)) < len(server_state):
         raise InvalidValueError(
-            "Expected all clients to enter each experience in the same round, but they enter it in different rounds. "
-            f"`{type(method).__name__}` resets its server state in each experience.",
+            "Expected all clients to enter each experience in the same round, because "
+            f"`{type(method).__name__}` resets its server state in each experience, but the clients of this stream "
+            "enter an experience in different rounds.",
             hint="Use a scenario other than `Delayed`, or use `SCAFFOLD`.",
             argument="scenario",
         )
@@ -116,7 +117,7 @@ def next_round(stream: ClientStream, client_round: ClientRound, rounds: int) -> 
 
 
 def returns(stream: ClientStream, client_round: ClientRound, rounds: int, accumulates: bool) -> bool:
-    """Return whether a later round will replace the result of `MethodBase.end_experience` after the current round.
+    """Return whether a later round will replace the result of `MethodBase.end_experience` from the current round.
 
     The function assumes that the client trains in every round.
 
@@ -166,7 +167,7 @@ def share_of(
         earlier: The client's total contribution in earlier rounds of the experience, or {}.
 
     Returns:
-        The upload and the total contribution, or None if the round has no new samples.
+        The upload and the total contribution, or None if the round has no samples that the contribution must count.
     """
     history = client.history
     covers = data is None or history is None or history.covers_experience
@@ -193,9 +194,10 @@ def sections_of(
 
     Args:
         method: The method.
+        memory: The method's client state after the round, without the result of `MethodBase.end_experience`.
         result: The client state that `MethodBase.end_experience` returned, or None if the hook was not called.
-        share: The client's total contribution to the experience's sums, including the upload of this round, or None.
-        share: The client's total contribution to the experience's sums after the latest upload, or None.
+        share: The client's total contribution to the experience's sums, including the upload of this round. None if
+            there is no upload, or if the client has no later round in the experience.
         previous_state: The client's state at the start of the round.
     """
     section = method.section_name

@@ -36,19 +36,21 @@ class FedKNOW(FedViT):
     task is different: the client keeps weights instead of samples.
 
     When a task ends, the client selects weights in each linear and convolutional layer of the body. From the weights
-    that no earlier task has kept, the client keeps those with the largest absolute values. Their number is the share
-    ``rho`` of all weights of the layer, or fewer if not enough weights are free. No weight is kept for two tasks. The
-    new weights are then tuned on the task's samples, while all weights that no task has kept are zero.
+    that no earlier task has kept, the client keeps the weights with the largest absolute values. The number of kept
+    weights is the share ``rho`` of all weights of the layer, or fewer if not enough weights are free. No weight is kept
+    for two tasks. The new weights are then tuned on the samples of the task's last round, while all weights that no
+    task has kept are zero.
 
-    The network of a past task has the weights that were kept until the end of the task. Other weights of these layers
-    are zero, as in PackNet (Mallya and Lazebnik, 2018). The network's biases, normalization layers and
-    head are copies from the end of the task. The gradient of a past task is the gradient of a distillation loss. The
-    teacher is the network of the past task, on the current batch, with the logits of the task's classes.
+    The network of a past task has the weights that this task and all earlier tasks kept. All other weights of these
+    layers are zero, as in PackNet (Mallya and Lazebnik, 2018). All other tensors, such as biases, normalization layers
+    and the head, are copies from the end of the task. The gradient of a past task is the gradient of a distillation
+    loss on the current batch. The teacher is the network of the past task. The loss uses the logits of the task's
+    classes.
 
     Args:
         rho: Share of each layer's weights that is kept for a task, above 0 and at most 1.
         temperature: Temperature of the teacher's and the student's logits in the distillation, above 0.
-        tune_epochs: Number of passes over the task's samples that tune the kept weights. 0 disables tuning.
+        tune_epochs: Number of epochs of tuning, on the samples of the task's last round. 0 disables tuning.
         tune_lr: Learning rate of Adam for tuning, above 0.
         k: Number of past tasks that constrain a step. See `FedViT` for `k` and all other arguments.
 
@@ -166,9 +168,9 @@ def largest(weight: Tensor, free: Tensor, rho: float) -> Tensor:
 
 
 def load_task_network(method_state: Mapping[str, Tensor], task: int) -> State:
-    """Return the state of a past task's network. See `FedKNOW`.
+    """Return the state of a task's network. See `FedKNOW`.
 
-    Weights that were kept until the end of the task have their kept values. All other weights of the layers are zero.
+    Weights that this task or an earlier task kept have their kept values. All other weights of the layers are zero.
     """
     owners, kept_weights = strip_prefix(method_state, "owner"), strip_prefix(method_state, "kept")
     weights = {name: torch.where(owners[name] <= task + 1, value, 0.0) for name, value in kept_weights.items()}

@@ -94,14 +94,17 @@ class FedViT(FedRep):
     predicts with.
 
     For each class of a task, the client keeps the share ``rho`` of the samples with the lowest loss, at least one
-    (eq. 4). The loss is computed with the client's own model after the last round of the task in which it trained.
+    (eq. 4). The loss is computed with the client's own model after the client's last round of the task. If the rounds
+    of a task have different samples, the client selects from the new samples of each round, with its model after this
+    round.
 
     Args:
         rho: Share of the samples of each class that is kept, above 0 and at most 1.
         k: Number of past tasks that constrain a step, at least 1. If there are fewer past tasks, all of them constrain
             the step.
         distance: Distance between two gradients: ``"wasserstein"`` (as in the paper) or ``"cosine"``.
-        select_every: Number of steps after which a client selects its k tasks again, from the gradients of all tasks.
+        select_every: Number of steps after which a client selects its k tasks again, from the gradients of all past
+            tasks.
         integration_epochs: Number of local epochs of integration. 0 disables integration.
         integrate_last: Whether integration also follows the last aggregation of a task.
         margin: Minimum weight of each constraint if a gradient violates a constraint, at least 0. Also used in
@@ -130,9 +133,9 @@ class FedViT(FedRep):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # The client's state before aggregation.
+        # The state from which the client starts the round, but with the body that it trained before aggregation.
         self._before: State | None = None
-        # Number of steps of the body that were constrained by past tasks.
+        # Number of steps in the client's round that past tasks have constrained.
         self._steps = 0
         self._chosen: list[int] = []
         # The buffer of constraint gradients is reused from step to step, because allocating it is slow.

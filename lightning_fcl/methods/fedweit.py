@@ -31,8 +31,8 @@ class FedWEIT(Method):
     """FedWEIT: federated weighted inter-client transfer with decomposed weights (Yoon et al., 2021).
 
     The network is a `FedWEITNet` with weights ``theta = B * sigmoid(m) + A + sum_j alpha_j A_j``. B is the base, m the
-    mask, A the adaptive of the task, and alpha_j the attention to the adaptive A_j of the knowledge base. A client
-    minimizes (eq. 2)::
+    mask, A the adaptive of the task, and alpha_j the attention to the adaptive A_j of the knowledge base. The knowledge
+    base contains adaptives of other clients. A client minimizes (eq. 2)::
 
         task loss + l1 (||A||_1 + sum_i ||A_i||_1) + mask_l1 ||m||_1 + l2 sum_i ||B * sigmoid(m_i) + A_i - theta*_i||^2
         + weight_decay / 2 (||A||^2 + ||m||^2, and ||B||^2 in the first task)
@@ -46,15 +46,16 @@ class FedWEIT(Method):
     After a round a client uploads the base. In each layer, the units with the smallest ``|m|`` are uploaded as zeros:
     the share ``sparsity`` of all units. The server averages each unit over the clients that upload it. A unit that no
     client uploads does not change. After each round that may be the last round of its task, a client also uploads A.
-    Values of A with a magnitude up to the network's `threshold` are set to zero first. When a client starts its next
-    task, it receives the latest A of the other clients once.
+    Values of A with a magnitude up to the network's `threshold` are set to zero first. When a client starts a task, it
+    receives the A of the latest finished task of each other client, see ``kb_size``.
 
-    All parameters of a task are client-local. Pass ``FederatedStrategy(reductions={"model.tasks.*": "local",
-    "model.net.head.*": "local", "model.net.body.*weight": "sparse_mean"})``. There are four deviations from the
-    authors' code:
+    The parameters of each task must be client-local. Pass ``FederatedStrategy(reductions={"model.tasks.*": "local",
+    "model.net.head.*": "local", "model.net.body.*weight": "sparse_mean"})``. There are four more
+    differences from the authors' code:
 
-    - Tensors that are not decomposed are averaged, then kept for each task.
-    - Means are weighted by client.
+    - Tensors that are not decomposed are averaged over the clients. When a task ends, a client stores a copy of these
+      tensors for predictions of the task.
+    - The server's means use the client weights of the federation.
     - A starts at a third of the current base, not of the first base.
     - The knowledge base contains no A of the client itself.
 
@@ -66,8 +67,8 @@ class FedWEIT(Method):
         weight_decay: Weight of half the squared norms of A, m and, in the first task, B, at least 0.
         sparsity: Share of each layer's units whose base is not uploaded, at least 0 and below 1.
         mask_l1: Weight of the L1 norm of the mask, at least 0. None: equal to ``l1``.
-        kb_size: Maximum number of adaptives that a client receives, drawn at random. None: the adaptives of all
-            other clients.
+        kb_size: Maximum number of adaptives that a client receives when it starts a task, drawn at random. None: the
+            adaptives of all other clients.
         retroactive: Whether the adaptives of past tasks are also trained.
         per_task: Whether each task has a separate mask and adaptive, as in the paper. If False, all tasks share one
             mask and one adaptive, in a `FedWEITNet` with one task. The baseline of Zuo et al. (PuzzleFL) seems to work
@@ -85,7 +86,7 @@ class FedWEIT(Method):
     """
 
     vectorizable: ClassVar[bool] = False
-    needs: ClassVar[Needs] = Needs(federation_reason="there are no other clients whose weights it could attend to")
+    needs: ClassVar[Needs] = Needs(federation_reason="it has no other clients whose weights `FedWEIT` can use")
 
     l1: float = validated(1e-3, at_least, 0)
     l2: float = validated(100.0, at_least, 0)
@@ -158,7 +159,7 @@ class FedWEIT(Method):
         adaptive_template = next(model.net.parameters()).detach().new_zeros(model.size)
         model.set_adaptives([unpack_nonzero(memory[f"kb.{j}"], adaptive_template) for j in range(sources)])
         is_new_task = model.num_started_tasks <= task_idx
-        # This is the client's first round of the task.
+        # The condition is True in the client's first round of each task.
         if is_new_task or (not self.per_task and "base" not in memory):
             (model.start_task if is_new_task else model.resume_task)(memory["classes"], sources)
             model.update_buffers_()
@@ -248,7 +249,7 @@ class FedWEIT(Method):
         assert federation is not None
         if not (isinstance(pl_module, Classifier) and pl_module.task_incremental):
             raise InvalidValueError(
-                "Expected a `Classifier` with `task_incremental=True` for `FedWEIT`.",
+                "Expected a `Classifier` with `task_incremental=True` for `FedWEIT`, but got `task_incremental=False`.",
                 hint="Pass `task_incremental=True` to `Classifier`.",
                 argument="task_incremental",
             )
@@ -257,8 +258,8 @@ class FedWEIT(Method):
         num_tasks = max((len(parts) for parts in tasks.values()), default=0) if self.per_task else 1
         if num_tasks > len(model.tasks):
             raise InvalidValueError(
-                f"Expected `FedWEITNet(num_tasks={num_tasks})`, the number of tasks in the stream, but got "
-                f"`num_tasks={len(model.tasks)}`.",
+                f"Expected `num_tasks` of `FedWEITNet` to be at least {num_tasks}, the number of tasks that `FedWEIT` "
+                f"needs for the stream, but got {len(model.tasks)}.",
                 hint=f"Pass `num_tasks={num_tasks}` to `FedWEITNet`.",
                 argument="num_tasks",
                 value=len(model.tasks),
@@ -290,10 +291,10 @@ def get_decomposed(module: L.LightningModule) -> FedWEITNet:
     """Return the `FedWEITNet` of a `Classifier`, or raise ValueError."""
     model = module.model if isinstance(module, Classifier) else None
     if not isinstance(model, FedWEITNet):
+        network = f" with a model of type `{type(model).__name__}`" if isinstance(module, Classifier) else ""
         raise InvalidValueError(
-            f"Expected a `Classifier` of a `FedWEITNet` for `FedWEIT`, but got a model of type "
-            f"`{type(model).__name__}`.",
-            hint="Wrap the network: `FedWEITNet(net, num_tasks=10)`.",
+            f"Expected a `Classifier` of a `FedWEITNet` for `FedWEIT`, but got a `{type(module).__name__}`{network}.",
+            hint="Pass `FedWEITNet(net, num_tasks=10)` as the `model` of a `Classifier`.",
             argument="model",
             value=type(model).__name__,
         )

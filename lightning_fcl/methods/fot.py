@@ -24,13 +24,13 @@ from lightning_fcl.validation import unit_interval, validated
 class FOT(ServerUpdateMethod):
     """FOT: federated orthogonal training, which projects the aggregated update (Bakman et al., 2024).
 
-    For each trainable, averaged linear or convolutional layer, the server keeps an orthonormal basis U of the layer's
-    inputs in earlier tasks. If the weights change from W to W' in a round, the server sets them to
-    ``W + (W' - W) (I - U U^T)``. The layer's output for inputs in the span of U then does not change. The bias is
-    treated as the weight of an additional input that is always 1. All other tensors, such as batch normalization, are
-    averaged as usual. In the first task, U is empty.
+    For each trainable, averaged linear or convolutional layer, the server keeps an orthonormal basis U of the main
+    directions of the layer's inputs in earlier tasks. If the weights change from W to W' in a round, the server sets
+    the weights to ``W + (W' - W) (I - U U^T)``. The layer's output for inputs in the span of U then does not change.
+    The bias is treated as the weight of an additional input that is always 1. All other tensors, such as the tensors of
+    batch normalization, are aggregated as usual. In the first task, U is empty.
 
-    For each experience, a client uploads a sketch ``X~^T Omega`` and the values ``||X~||^2`` and ``||X||^2`` of each
+    For each experience, a client uploads a sketch ``X~^T Omega`` and the values ``||X~||^2`` and ``||X||^2`` for each
     layer. X contains the layer's inputs for the client's samples. X~ is the part of X outside of the span of the
     downloaded U. Omega is a random matrix, uniform in [-1, 1]. The sum of the clients' sketches is a sketch of the
     inputs of all clients.
@@ -40,8 +40,8 @@ class FOT(ServerUpdateMethod):
     A sketch overestimates the energy of its leading directions. The span of U therefore contains slightly less than
     the share ``eps`` of the energy of the inputs.
 
-    In the authors' method, clients upload the sketch after the experience, computed with the final model. Here it is
-    part of the client's last upload of the experience, computed with the client's own model. See
+    In the authors' method, clients compute the sketch with the final model, and upload it after the experience. Here a
+    client computes the sketch with its own model, and uploads it in a round of the experience. See
     `MethodBase.contribute_experience`.
 
     Args:

@@ -89,9 +89,9 @@ class Freezer:
         self._resting: list[nn.Module] = []
 
     def train_only(self, module: nn.Module, pattern: Pattern | None) -> None:
-        """Make only the parameters that match ``pattern`` trainable.
+        """Freeze all parts of a module whose names do not match ``pattern``.
 
-        None: make all parameters trainable that were trainable before freezing.
+        None: make all parameters trainable again that were trainable before freezing.
         """
         if pattern == self._part:
             return

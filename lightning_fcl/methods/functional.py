@@ -28,8 +28,8 @@ SampleLoss = Callable[[Tensor, Any], Tensor]
 GradientFn = Callable[..., Tensor]
 """``gradient_fn(x, y, state=None, loss=None)``: the gradient of the mean loss on samples, as one vector.
 
-The gradient is taken with respect to the trained parameters. They have the values in ``state``, or their current values
-if ``state`` is None. ``loss`` is a `SampleLoss`. Default: the module's `sample_loss`.
+The gradient is taken with respect to the trained parameters. The module has the tensors in ``state``, or its current
+tensors if ``state`` is None. ``loss`` is a `SampleLoss`. Default: the module's `sample_loss`.
 """
 
 LossFn = Callable[..., Tensor]
@@ -80,7 +80,7 @@ def make_teacher_fn(module: nn.Module) -> Callable[[Mapping[str, Tensor], Any], 
 
 
 def predictions(module: nn.Module, state: Mapping[str, Tensor], x: Tensor) -> Tensor:
-    """Return a module's outputs for many samples. The module has the given state and is in evaluation mode.
+    """Return a module's outputs for many samples, with the given state and in evaluation mode.
 
     No gradient is computed.
     """
@@ -89,7 +89,7 @@ def predictions(module: nn.Module, state: Mapping[str, Tensor], x: Tensor) -> Te
 
 
 def embeddings(module: nn.Module, state: Mapping[str, Tensor], x: Tensor) -> Tensor:
-    """Return a module's features of many samples. The module has the given state and is in evaluation mode.
+    """Return a module's features of many samples, with the given state and in evaluation mode.
 
     No gradient is computed.
     """
@@ -116,7 +116,7 @@ def make_gradient_fn(module: L.LightningModule, params: Mapping[str, nn.Paramete
 def step_along(
     module: L.LightningModule, optimizer: Optimizer, params: Mapping[str, nn.Parameter], gradient: Tensor
 ) -> None:
-    """Take an optimizer step with the given gradient, clipped as the Trainer clips.
+    """Take an optimizer step with the given gradient, after gradient clipping with the Trainer's settings.
 
     Args:
         module: The module that the Trainer trains.

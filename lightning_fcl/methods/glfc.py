@@ -1,4 +1,4 @@
-"""GLFC: class-aware loss weights, and distillation from an old server model chosen with reconstructed samples."""
+"""GLFC: class-aware loss weights, and distillation from the server's model of an earlier experience."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from lightning_fcl.methods.teachers import (
 from lightning_fcl.rng import derive_seed
 from lightning_fcl.validation import at_least, between, validated
 
-# Number and size of the gradient steps that perturb a prototype.
+# Number and learning rate of the gradient steps that perturb the sample of a class before its gradient is uploaded.
 _STEPS, _RATE = 50, 0.2
 
 
@@ -72,7 +72,7 @@ def make_encoder(size: Sequence[int], classes: int, seed: int) -> nn.Sequential:
     The weights are uniform in [-0.5, 0.5], and identical for the same seed.
 
     Args:
-        size: Shape of one sample. Three dimensions (channels, height, width) are an image.
+        size: Shape of one sample. A sample with three dimensions (channels, height, width) is an image.
         classes: Number of classes.
         seed: Seed of the weights.
 
@@ -106,8 +106,8 @@ def input_gradient(encoder: nn.Module, x: Tensor, label: int, create_graph: bool
 def invert(encoder: nn.Module, gradient: Tensor, label: int, start: Tensor, iterations: int = 250) -> Tensor:
     """Return a sample whose `input_gradient` is nearest to ``gradient``, found by L-BFGS (Zhu et al., 2019).
 
-    If the network is a linear layer, the result is the unknown sample x. The gradient is then ``g x^T`` for the weight
-    and g for the bias, where g is the gradient of the output.
+    If the network is a linear layer, the gradient determines the unknown sample x. The gradient is then ``g x^T`` for
+    the weight and g for the bias, where g is the gradient of the loss with respect to the output.
 
     Args:
         encoder: The network.
@@ -162,7 +162,7 @@ class GLFC(Method):
     """GLFC: global-local forgetting compensation with class-aware weights and distillation (Dong et al., 2022).
 
     The task loss is replaced by ``(1 - strength) * mean w BCE(z, y) + strength * mean BCE(z, t)``. BCE is the binary
-    cross-entropy with a sigmoid for each class that any client has received so far. The weights w are
+    cross-entropy with a sigmoid, averaged over the classes that any client has received so far. The weights w are
     `class_aware_weights`. The target t is the label y, but with the teacher's prediction for old classes. If there are
     no old classes, only the first term is used, without the factor. Old classes are the classes of all earlier
     experiences of the stream. Streams whose experiences are not defined by classes have no old classes.
@@ -211,7 +211,7 @@ class GLFC(Method):
         if not self.proxy_server:
             vars(self)["reductions"] = {"before.*": Once()}
         else:
-            # Only the proxy server reads the samples of a round.
+            # The hooks read the samples of a round only with `proxy_server`.
             vars(self)["needs"] = replace(self.needs, round_samples=True, tensors=True)
 
     def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -332,7 +332,7 @@ class GLFC(Method):
         if begins or current_score >= best_score:
             proxy_state.update(with_prefix(server.state, "best"))
         following = present_experiences(server.module, 0, round_offset=1)[-1:]
-        # The next round starts a new experience.
+        # If the next round starts a new experience, the best model becomes the teacher of this experience.
         if following > present_experiences(server.module, 0)[-1:]:
             proxy_state.update(models_before(server.module, following, strip_prefix(proxy_state, "best")))
         return {}

@@ -205,7 +205,7 @@ REFUSED = [
     ),
     (
         "data: {data: {class_path: own_parts.Texts}, split: {test: 0.5}}\n" + callback("lightning_fcl.callbacks.GEM"),
-        "Expected batches of tensors with a row for each sample for `GEM`, which works on single samples, but `x` is a",
+        "Expected each value of a batch to be a tensor with one row per sample for `GEM`, which works on single",
     ),
     (callback("own_parts.Starts"), "Expected a callback's own refusal when training starts"),
     ("recipe: {eval_split: validation}", "Expected the stream's `validation` to be above 0, but got no validation"),

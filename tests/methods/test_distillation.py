@@ -165,7 +165,7 @@ def test_lwf_training_step_without_self_call_raises(samples, train):
 @pytest.mark.parametrize("beta", [-0.1, 0.6])
 def test_flwf2t_invalid_beta_raises(beta):
     f"Expected `alpha + beta` to be at most 1 and `beta` at least 0 but got alpha=0.5, beta={beta}. " + (
-        "Lower one of them, so that" if beta > 0 else "Use a `beta` between 0 and 1 - alpha."
+        "Lower `beta` to at most 1 - alpha, so that" if beta > 0 else "Use a `beta` between 0 and 1 - alpha."
     )
     with raises(InvalidValueError, "beta"):
         FLwF2T(0.5, beta)

@@ -95,7 +95,7 @@ def test_feddyn_with_incompatible_settings_raises(fit, make_stream, make_task):
         with raises(InvalidValueError, argument):
             fit(make_task(), make_stream(), [FedDyn()], **options)
     for other in (FedNova(), FOT(), RegMean()):
-        with raises(InvalidValueError, type(other).__name__, value="`FedDyn` before it"):
+        with raises(InvalidValueError, type(other).__name__, value="`FedDyn` earlier in the callbacks"):
             fit(make_task(), make_stream(), [FedDyn(), other], **UNIFORM)
     for head in (CCVR(), Fed3R()):
         with raises(InvalidValueError, "FedDyn"):

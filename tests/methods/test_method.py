@@ -207,10 +207,10 @@ class NoStep(Classifier):
         raise AssertionError("a step")
 
 
-@pytest.mark.parametrize(("kind", "parts"), [(list, "a list of 3"), (dict, "a dict")])
+@pytest.mark.parametrize(("kind", "parts"), [(list, "a list of length 3"), (dict, "a dict")])
 @pytest.mark.parametrize("make", [EWC, GEM, LwF, APFL])
 def test_batches_not_pairs_raise_before_first_step(fit, quiet, make, kind, parts):
-    data, _message = Parts(kind), f"Expected batches `[x, y]` for `{make.__name__}`, but got {parts}. Return a pair"
+    data, _message = Parts(kind), f"Expected batches `[x, y]` with a tensor `y` for `{make.__name__}`, but got {parts}."
     stream = FederatedStream.from_arrays(
         data, data.y, scenario=ClassIncremental(2), partition=IID(2), batch_size=8, seed=0
     )

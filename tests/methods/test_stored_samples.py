@@ -36,7 +36,11 @@ from lightning_fcl.methods.method import Method
 from lightning_fcl.models import MLP
 
 METHODS = [Replay, ReFed, DERpp, FedCBDR, GEM, AGEM, BCN, EWC, MAS, ICaRL, FedProto, RegMean]
-KINDS = {"list": "a list of 2 Tensor", "text": "a list of 2 str", "packed": "a PackedSequence of 4"}
+KINDS = {
+    "list": "a list of length 2 with items of type Tensor",
+    "text": "a list of length 2 with items of type str",
+    "packed": "a PackedSequence of length 4",
+}
 
 
 class Samples(Dataset):
