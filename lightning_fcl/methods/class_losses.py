@@ -43,9 +43,9 @@ def logit_adjusted_loss(logits: Tensor, target: Tensor, counts: Tensor, tau: flo
 
     This is equation 10 of Menon et al. 2021, and with ``tau = 1`` the balanced softmax of Ren et al. 2020. ``counts``
     is the number of samples of each class, shape (classes,). The prior of a class is its share of all these samples.
-    Classes with a count of 0 are left out of the softmax. The target class of a sample always stays in the softmax. If
-    its count is 0, its logit does not change. If all counts are 0 or ``tau`` is 0, the result is the plain
-    cross-entropy.
+    Classes with a count of 0 are left out of the softmax. The target class of a sample always stays in the softmax. The
+    logit of a target class with a count of 0 does not change. If all counts are 0 or ``tau`` is 0, the result is the
+    plain cross-entropy.
     """
     if tau == 0:
         return F.cross_entropy(logits, target, reduction="none")

@@ -160,9 +160,10 @@ def compose(
 def local_epochs_fn(
     methods: Sequence[MethodBase], client_of: ClientOf, default_epochs: int
 ) -> int | Callable[[ClientRound], int]:
-    """Return the number of local epochs from the first method that defines a number, or ``default_epochs``.
+    """Return the number of local epochs, or a function that computes the number from a `ClientRound`.
 
-    If a method overrides `MethodBase.local_epochs`, return a function that computes the number from a `ClientRound`.
+    If no method overrides `MethodBase.local_epochs`, ``default_epochs`` is returned. Otherwise, the returned function
+    uses the first method that defines a number for the client. If no method does, it returns ``default_epochs``.
     """
     saying = methods_overriding(methods, "local_epochs")
 

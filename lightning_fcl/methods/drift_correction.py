@@ -152,8 +152,8 @@ class SCAFFOLD(Method):
     Each experience starts with c and all c_i at 0. The paper has a single task. Without the reset, c would contain the
     gradients of clients that have no samples of the experience. No client would subtract these gradients, so that they
     would bias the steps of all clients. If clients enter an experience in different rounds, c is not reset. In each
-    experience except the first, a client then uses the change of c since its first download in the experience. It
-    keeps the c of that download in addition to c_i.
+    experience except the first, a client then uses the change of c since its first download in the experience. The
+    client keeps the c of this download in addition to c_i.
 
     Raises:
         ValueError: If there is no federation with ``client_weights="uniform"``. Also if the optimizer is not SGD

@@ -45,8 +45,8 @@ class DyToxMethod(Episodic):
 
     - Freezing: the tokens and heads of all other tasks are frozen. The body, the decoder, and the token and heads of
       the current task are trained.
-    - Replay: samples of past tasks are added to the batches, see `MethodBase.replay_batch_size`. They are selected as
-      in `GEM`.
+    - Replay: samples of past tasks are added to the batches, see `MethodBase.replay_batch_size`. The samples are
+      selected as in `GEM`.
     - Distillation: the teacher is the client's model after its last round of its previous task. The distillation uses
       the classes of all past tasks of the client.
     - Divergence loss: the divergence head of the current task classifies the task's classes. All samples of past tasks
@@ -213,7 +213,7 @@ class DyToxMethod(Episodic):
     # Replay, distillation and divergence of past tasks.
 
     def replay_samples(self, client: Client) -> tuple[Tensor, Tensor] | None:
-        # Without a stream, replay samples are added to the batch after `begin_step`. Balanced tuning needs none.
+        # Without a stream, replay samples would be added after `begin_step` has replaced the batch for balanced tuning.
         tunes_alone = self._tuning and not _is_planned(client)
         return None if tunes_alone else past_samples(client)
 
