@@ -195,7 +195,7 @@ ROWS |= {
         compare_clocks,
         {"at": f"127.0.0.1:{closed_port()}"},
         {"at": "there"},
-        "or correct `--superlink`, and `--insecure` or `--root-certificates`",
+        "or correct `--superlink`, `--insecure` and `--root-certificates`",
         ConnectionFailedError,
     ),
     "program without a clock": Row(

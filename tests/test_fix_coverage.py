@@ -32,13 +32,13 @@ TRIED_ELSEWHERE: dict[str, list[str]] = {
         "tests/callbacks/test_base_session.py::test_base_session_cache_truncated_raises_until_deleted",
         "tests/callbacks/test_base_session.py::test_base_session_cache_missing_bias_raises_until_deleted",
     ],
-    "Set `max-samples` of the run": [
+    "If the client has more samples, set `max-samples`": [
         "tests/deployment/test_answers.py::test_upload_above_max_samples_is_read_with_larger_limit",
     ],
     "Start their nodes, or decrease `min-clients` in the run configuration.": [
         "tests/deployment/test_restart.py::test_serve_too_few_clients_raises_with_missing_clients",
     ],
-    "Start the server again when these clients run.": [
+    "Start the nodes of these clients and then the server again.": [
         "tests/deployment/test_restart.py::test_serve_after_too_few_uploads_resumes_identically",
     ],
     "Restore the newest checkpoint of the run, or choose another `out` to start a new run.": [
@@ -50,7 +50,7 @@ TRIED_ELSEWHERE: dict[str, list[str]] = {
     ". The client then starts without the state that it kept.": [
         "tests/deployment/test_node_files.py::test_damaged_needed_state_raises_with_working_fix",
     ],
-    "Name them beside `data`, as in data=": [
+    "Set them next to `data`, for example data=": [
         "tests/deployment/test_node_data.py::test_recipe_table_sets_columns_classes_and_scale",
     ],
     "Name the file of this client.": [

@@ -1,4 +1,4 @@
-"""Comparison of the clock of a node's machine with the clock of the SuperLink's machine.
+"""Comparison of a node's clock with the SuperLink's clock.
 
 A SuperNode signs the time of each request. The SuperLink rejects a request if this time differs too much from the
 SuperLink's clock. The SuperNode then only logs that the connection failed.
@@ -16,9 +16,9 @@ from pathlib import Path
 from lightning_fcl.errors import ConnectionFailedError, InvalidStateError, InvalidValueError
 
 AHEAD, BEHIND = 5.0, 300.0
-"""Maximum number of seconds by which a node's clock may be ahead of, and behind, the SuperLink's clock."""
+"""Maximum number of seconds that a node's clock may be ahead of the SuperLink's clock, and behind this clock."""
 
-# Possible error of the difference in seconds. The SuperLink reports whole seconds, and updates them once a second.
+# Maximum error of the measured difference in seconds. The date in the SuperLink's response has whole seconds.
 _PRECISION = 1.5
 # Seconds until a request to the SuperLink fails.
 _TIMEOUT = 10.0
@@ -41,16 +41,16 @@ def check_clock(address: str | None, certificates: Path | None = None, insecure:
     if not _PRECISION - BEHIND <= offset <= AHEAD - _PRECISION:
         side = "ahead of" if offset > 0 else "behind"
         raise InvalidStateError(
-            f"Expected the clock of this machine to be less than {AHEAD:g} s ahead of the SuperLink's clock, and less "
-            f"than {BEHIND:g} s behind it, but it is about {abs(offset):.0f} s {side} it. The SuperLink rejects such "
-            "nodes.",
+            f"Expected the clock of this machine to be at most {AHEAD - _PRECISION:g} s ahead of the SuperLink's "
+            f"clock, and at most {BEHIND - _PRECISION:g} s behind it, but it is about {abs(offset):.0f} s {side} it. The "
+            "SuperLink can reject the requests of this machine.",
             hint="Synchronize the clocks of both machines, for example with `timedatectl set-ntp true`.",
         )
     return offset
 
 
 def _measure(address: str | None, certificates: Path | None, insecure: bool) -> float:
-    """Return the difference between the clocks in seconds, from the date of the SuperLink's HTTP response."""
+    """Return the number of seconds by which this machine's clock is ahead of the date in the SuperLink's response."""
     host, _, port = (address or "").rpartition(":")
     if not host or not port.isdecimal():
         raise InvalidValueError(
@@ -58,7 +58,7 @@ def _measure(address: str | None, certificates: Path | None, insecure: bool) -> 
             hint="Give the address as `host:port`, for example --superlink 127.0.0.1:18000.",
             argument="superlink",
         )
-    # An IPv6 address is written in brackets, which a connection does not accept.
+    # An IPv6 address has brackets around the host. `HTTPConnection` expects the host without brackets.
     name = host.strip("[]")
     try:
         if insecure:
@@ -74,7 +74,7 @@ def _measure(address: str | None, certificates: Path | None, insecure: bool) -> 
     except (OSError, HTTPException) as error:
         raise ConnectionFailedError(
             f"Expected a SuperLink at {address}, but the connection failed ({error}).",
-            hint="Start the SuperLink, or correct `--superlink`, and `--insecure` or `--root-certificates`.",
+            hint="Start the SuperLink, or correct `--superlink`, `--insecure` and `--root-certificates`.",
         ) from error
     try:
         return current_time - (parsedate_to_datetime(date).timestamp() + 0.5)

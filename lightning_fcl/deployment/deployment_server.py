@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# A client is reported if it has more than this multiple of the median number of samples.
+# The server warns about a client with more than this multiple of the median number of samples.
 _FAR_MORE = 100
 
 
@@ -73,16 +73,16 @@ class DeploymentConfig:
     Args:
         min_clients: Number of clients whose uploads a round needs.
         round_timeout: Seconds after which a round with enough uploads no longer waits for other clients.
-        join_timeout: Maximum waiting time in seconds for ``min_clients`` clients to join, and for missing uploads after
-            ``round_timeout``.
-        max_message_bytes: Maximum size of the tensors of a message in bytes.
+        join_timeout: Maximum waiting time in seconds until ``min_clients`` clients have joined. A round with missing
+            uploads also waits for at most this time after ``round_timeout``.
+        max_message_bytes: Maximum total size of the tensors in a message, in bytes.
         max_samples: Maximum number of samples of a client in a round. 0: the number that the client reported when it
             joined.
         max_update_norm: Maximum norm of a client's update, as a multiple of the larger of 1 and the norm of the
             server's averaged tensors. The same limit applies to the change of the server's model in a round.
-        require_registered_keys: Whether the SuperLink only admits nodes with registered keys. A client name then
-            belongs to the first key that claims it. A SuperNode without a registered key gets a new key from Flower at
-            each start, and could therefore not join again.
+        require_registered_keys: Whether the SuperLink only admits nodes with registered keys. If True, a client name
+            belongs to the first key that claims the name. Use False if keys are not registered: Flower then gives a
+            SuperNode a new key at each start, so a restarted node could not join again.
     """
 
     min_clients: int = validated(1, at_least, 1)
@@ -99,12 +99,13 @@ class DeploymentConfig:
 
 @dataclass
 class FederationIdentity(Callback):
-    """Callback that saves the identity of a federation and of its clients in the checkpoints of the server.
+    """A callback that saves the federation's name and the client of each key in the checkpoints of the server.
 
     Args:
         name: Name of the folder in which nodes store their state for this federation.
-        claimed_clients: The client that each key belongs to, by the hash of the key.
-        behind: For each client that was ahead of the server, the latest round that the client rejected for this reason.
+        claimed_clients: Name of the client that each key belongs to, by the hash of the key.
+        behind: The latest round that a client rejected because the client's stored state is from a later round, by
+            client.
     """
 
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -137,7 +138,7 @@ class ServerRound(Round):
         return []
 
     def train_clients(self, client_group: ClientGroup | None) -> Generator[Any, None, None]:
-        """Send the server's state to the sampled clients, and accumulate their uploads. Yield one empty batch."""
+        """Send the server's state to the sampled clients, and accumulate their uploads. Yield None as the only batch."""
         federation = self.federation
         if federation.isolation is not None:
             federation.isolation.refuse_gathered()
@@ -189,7 +190,7 @@ class NodePool:
             InvalidStateError: If too few clients answer.
         """
         server = federation.server
-        # Tensors of the module that are neither downloaded nor uploaded. Each client starts from their initial values.
+        # Tensors of the module that are neither downloaded nor uploaded. Each client starts from the initial values.
         module_reductions = {n: rule for n, rule in server.reductions.items() if n not in server.extra_tensors}
         untransferred_state = {
             n: server.state[n] for n, rule in module_reductions.items() if not (rule.is_downloaded or rule.is_uploaded)
@@ -219,22 +220,24 @@ class NodePool:
         self._record_limits(server.record, sampled_clients)
         server.record.duplicate_claims = self.members.duplicate_claims
         num_accepted = self.members.num_accepted_answers
-        fewer = f"Expected uploads of at least {min_answers} clients in round {number}, but got {num_accepted} ("
+        ending = "" if min_answers == 1 else "s"
+        fewer = f"Expected uploads of at least {min_answers} client{ending} in round {number}, but got {num_accepted} ("
         fewer += "; ".join(f"{client}: {why}" for client, why in server.record.dropped.items())
         if not self.members.has_enough_answers:
             raise InvalidStateError(
                 f"{fewer}).",
-                hint="Start the server again when these clients run. It resumes from its newest checkpoint.",
+                hint="Start the nodes of these clients and then the server again. The server resumes from its newest "
+                "checkpoint.",
             )
         if num_accepted < min_answers:
             log.warning("%s). The run continues with these uploads.", fewer)
         return num_accepted
 
     def close(self, out: Path) -> None:
-        """Log that the run has ended, or raise an error if a client was ahead of the server.
+        """Log where the results are, or raise an error if the results lack uploads of a client.
 
         Raises:
-            InvalidStateError: If a client was ahead of the server. The results then lack some uploads of this client.
+            InvalidStateError: If the stored state of a client was from a later round than the server.
         """
         clients = self.identity.behind
         if not clients:
@@ -242,7 +245,7 @@ class NodePool:
             return
         raise InvalidStateError(
             f"Expected no client to be ahead of the server, but the state of {format_names(clients)} is from a later "
-            f"round. The results in {out} lack their uploads of rounds up to {max(clients.values())}.",
+            f"round. The results in {out} lack some uploads of rounds up to {max(clients.values())}.",
             hint="Restore the newest checkpoint of the run, or choose another `out` to start a new run.",
         )
 
@@ -260,10 +263,10 @@ class NodePool:
     def _sent_to(
         self, federation: Federation, number: int, untransferred_state: State, client: str, node: int
     ) -> Parcel:
-        """Return the message to a client: the server's state, and initial values of tensors that no client uploads.
+        """Return the message to a client: the downloaded tensors, and initial values of tensors that are not uploaded.
 
-        The initial values are left out if the node has the same values already. Entries that are sent to a client only
-        once are left out if the client has these entries already.
+        The initial values are left out if the node has the same values already. Tensors that are sent to a client only
+        once are left out if the client has these tensors already.
         """
         server, outline = federation.server, make_outline(federation.stream, client)
         once_entries = server.sent_once
@@ -327,17 +330,17 @@ class NodePool:
         return is_accepted
 
     def _record_limits(self, record: RoundRecord, clients: Sequence[str]) -> None:
-        """Record the limits of uploads.
+        """Record the limits of uploads in the record of the round.
 
-        Warn if ``max_samples`` is not set and a client reports far more samples than the median of the clients.
+        If ``max_samples`` is 0, warn if a client reports far more samples than the median of the clients.
         """
         samples = {client: self.members.samples[client] for client in clients if client in self.members.samples}
         usual = _FAR_MORE * median_low(samples.values() or [0])
         for client, number in samples.items():
             if number > usual and not self.config.max_samples:
                 log.warning(
-                    "Client %s reports %d samples, more than %d times the median of the clients. In means, its uploads "
-                    "can have the weight of these samples. If the number is wrong, set `max-samples` of the run "
+                    "Client %s reports %d samples, more than %d times the median of the clients. This number can become "
+                    "the weight of the client in means. If the number is wrong, set `max-samples` in the run "
                     "configuration.",
                     client,
                     number,
@@ -373,11 +376,11 @@ def check_deployable(participation: Participation, pipeline: Pipeline, methods: 
             value=type(transform).__name__,
         )
     for name, setting, reason in (
-        ("swarm", participation.swarm, "because a deployment has a server and its nodes cannot reach each other"),
+        ("swarm", participation.swarm, "because the nodes of a deployment exchange messages only with the server"),
         (
             "synchronization",
             participation.synchronization,
-            "because a deployment does not simulate the time of clients, and `round-timeout` ends a round",
+            "because a deployment does not simulate the time of clients and ends a round after `round-timeout`",
         ),
     ):
         if setting is not None:
@@ -417,7 +420,7 @@ def serve(
 
     Raises:
         InvalidStateError: If too few clients join or answer, or if the newest checkpoint lacks rounds of the record.
-            Also after the last round, if a client was ahead of the server.
+            Also after the last round, if the stored state of a client was from a later round than the server.
         MissingValueError: If ``data`` is given without ``clients``.
     """
     if data is not None and not clients:
@@ -430,7 +433,7 @@ def serve(
     nodes = NodePool(link, recipe_fingerprint(read_recipe(recipe)), terms)
 
     class Served(FederatedCLI):
-        """A fit whose clients train on nodes."""
+        """A `FederatedCLI` that starts the server's fit. The clients train on nodes."""
 
         def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
             callbacks = as_list(self.config_init["fit"]["trainer"]["callbacks"])

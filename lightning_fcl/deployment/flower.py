@@ -90,10 +90,10 @@ def write_app(recipe: Mapping[str, Any], folder: Path, name: str, publisher: str
 def client_app(folder: Path) -> ClientApp:
     """Return the Flower app of a node.
 
-    The node config contains the ``client`` and the location of its ``data``. Optional entries are the ``target`` and
-    ``features`` of a table, and the arguments of a data module as ``init_args.NAME``. ``state-dir``, also optional, is
-    the folder of the client state. Flower's simulation does not set these entries. For the nodes of a simulation, the
-    run configuration contains the ``clients`` and their ``data-folder``.
+    The node config contains the name of the ``client`` and the location of its ``data``. Optional entries are the
+    ``target`` and ``features`` of a table, and the arguments of a data module as ``init_args.NAME``. The optional entry
+    ``state-dir`` is the folder of the client states. Flower's simulation does not set these entries. For the nodes of a
+    simulation, the run configuration contains the names of the ``clients`` and the ``data-folder`` of their files.
 
     Args:
         folder: Folder of the app, which contains the recipe.
@@ -101,7 +101,7 @@ def client_app(folder: Path) -> ClientApp:
     app: ClientApp = require_package("flwr.clientapp", *REQUIRED_FOR).ClientApp()
     # The recipe can name classes in files of this folder.
     sys.path.append(str(folder))
-    # Without this level, Lightning logs in each round that there is no GPU.
+    # At the default level, Lightning logs in each round which accelerators are available.
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
 
     def answer(message: Message, context: Context) -> Message:
@@ -122,7 +122,7 @@ def client_app(folder: Path) -> ClientApp:
 
 
 def _read_node_config(context: Context) -> tuple[str, DataSource, str | None]:
-    """Return the client of a node, the data source, and the folder of the client state. None: the default folder."""
+    """Return the client of a node, the data source, and the folder of the client states (None: the default folder)."""
     node, run = context.node_config, context.run_config
     names, number = _names(run.get("clients", "")), node.get("partition-id")
     client = str(node.get("client", ""))
@@ -141,7 +141,7 @@ def _read_node_config(context: Context) -> tuple[str, DataSource, str | None]:
 
 
 def _source(data: str, *configs: Mapping[str, Any]) -> DataSource:
-    """Return a data source with the columns and arguments of configurations. Earlier configurations have priority."""
+    """Return a data source with the columns and arguments in ``configs``. Earlier configurations have priority."""
     config_values = {name: value for config in reversed(configs) for name, value in config.items() if value != ""}
     table: dict[str, Any] = {
         name: _names(config_values[name]) for name in ("target", "features") if name in config_values

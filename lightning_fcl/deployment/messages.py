@@ -31,10 +31,10 @@ REQUIRED_FOR = "runs federations on real machines", "flower"
 """Purpose of Flower, and the extra of lightning-fcl that installs it, for messages about a missing package."""
 
 MAX_BYTES = 256 * 2**20
-"""Default of the maximum size of the tensors of a message in bytes."""
+"""Default maximum size of the tensors in a message, in bytes."""
 
 OTHER_ROUND, LOST_STATE, UNUSABLE_DATA = "other-round", "lost-state", "unusable-data"
-"""Codes of the node errors that the server explains. `check_same` and `check_names` use other codes."""
+"""Error codes of a node: the client state is from a later round, tensors are lost, or the data is unusable."""
 
 CODE, ARGUMENT = re.compile(r"[a-z][a-z-]{0,39}"), re.compile(r"[A-Za-z_][\w.\[\]-]{0,79}", re.ASCII)
 """Regular expressions for the error code and for the argument name that a node sends."""
@@ -124,23 +124,26 @@ def as_rejection(sender: str) -> Iterator[None]:
         raise RejectedMessageError(sanitize_reason(message)) from error
 
 
-def check_records(record: RecordDict, limit: int, sender: str = "a message") -> None:
-    """Raise RejectedMessageError for missing or unexpected records, or more than ``limit`` bytes of tensors."""
+def check_records(record: RecordDict, limit: int, sender: str = "the server") -> None:
+    """Raise RejectedMessageError if records are missing or unexpected, or the tensors exceed ``limit`` bytes."""
     if len(record) != 2 or "head" not in record.config_records or "arrays" not in record.array_records:
         raise RejectedMessageError(
-            f"Expected the records `head` and `arrays` of lightning-fcl from {sender}, but got {len(record)} records "
-            f"({format_code_names(record)}). Start the app that `lightning-fcl deploy flower` has written."
+            f"Expected only a config record `head` and an array record `arrays` from {sender}, but got "
+            f"{format_code_names(record) or 'no records'}. Start the app that `lightning-fcl deploy flower` wrote."
         )
     if wrong_names := [name for name, array in to_arrays(record).items() if array.stype != _FORM]:
         raise RejectedMessageError(
-            f"Expected the arrays of {sender} to be encoded as `{_FORM}`, but got another encoding of "
+            f"Expected the arrays from {sender} to be encoded as `{_FORM}`, but got another encoding of "
             f"{format_code_names(wrong_names)}."
         )
     size = sum(len(array.data) for array in to_arrays(record).values())
     if size > limit:
         raise RejectedMessageError(
-            f"Expected at most {limit} bytes in the arrays of {sender}, but got {size}.",
-            hint=f"If the model is that large, set `max-message-bytes` to at least {size} in the run configuration.",
+            f"Expected at most {limit} bytes of arrays from {sender}, but got {size}.",
+            # With a limit of 0, the message should have no arrays, so a higher limit is not the fix.
+            hint=f"If the model is that large, set `max-message-bytes` to at least {size} in the run configuration."
+            if limit
+            else "",
         )
 
 
@@ -154,7 +157,7 @@ def read_header(record: RecordDict, letters: int = _LETTERS) -> dict[str, Any]:
     wrong_names = [name for name, value in head.items() if not isinstance(value, str | int | float)]
     if wrong_names:
         raise RejectedMessageError(
-            f"Expected the header to contain text, numbers and booleans, but `{wrong_names[0]}` has another type."
+            f"Expected the header to contain only text, numbers and booleans, but `{wrong_names[0]}` has another type."
         )
     size = sum(len(name) + len(value if isinstance(value, str) else " ") for name, value in head.items())
     if size > letters:
@@ -209,10 +212,10 @@ def digest(state: Mapping[str, Tensor]) -> str:
 
 
 def check_same(head: Mapping[str, Any], recipe: str, sender: str) -> None:
-    """Raise RejectedMessageError if a message is from another version of the library or another recipe."""
+    """Raise RejectedMessageError if the sender of a message has another version of the library or another recipe."""
     for name, does, expected, mend in (
         ("version", "run lightning-fcl", __version__, "Install the same version on all machines."),
-        ("recipe", "have the recipe", recipe, "Deploy the same recipe on all machines."),
+        ("recipe", "have the recipe with the fingerprint", recipe, "Deploy the same recipe on all machines."),
     ):
         if head.get(name) != expected:
             raise RejectedMessageError(
@@ -270,7 +273,7 @@ class GridLink:
         }
 
     def send(self, parcels: Mapping[int, Parcel], seconds: float) -> Mapping[str, int]:
-        """Send a parcel to each of some nodes.
+        """Send one message to each node in ``parcels``, and return the nodes of the sent messages.
 
         Args:
             parcels: The parcel of each node.

@@ -120,7 +120,7 @@ class Node:
         return client_folder(self._folder, parse_file_name(head, "federation"), self.client)
 
     def _hello(self, parcel: Parcel) -> Parcel:
-        """Return the number of samples of the client, and a digest of the tensors that are not transferred."""
+        """Return a message with the number of samples, and a digest of initial values of tensors not transferred."""
         federation_folder = self._federation_folder(parcel.header)
         seed = make_stream(self._recipe).seed
         with about_data():
@@ -131,7 +131,7 @@ class Node:
         return Parcel({"samples": samples, "held": digest({name: state[name] for name in names})})
 
     def _train(self, parcel: Parcel) -> Parcel:
-        """Train the client from the server's state. Return the client's upload."""
+        """Train the client from the server's state. Return a message with the upload, or with 0 samples."""
         head, outline, parts = (
             parcel.header,
             ClientOutline.from_dict(parcel.header["outline"]),
@@ -139,14 +139,14 @@ class Node:
         )
         if outline.client != self.client:
             raise RejectedMessageError(
-                f"Expected a message for client {self.client}, but got a message for {outline.client}."
+                f"Expected a message for client {self.client}, but got a message for client {outline.client}."
             )
         with about_data():
             set_node_data(parts.stream, read_data(self._data, parts.stream.seed), outline)
         if self.client not in parts.stream.plan.train[int(head["round"])]:
             return Parcel({"samples": 0})
         federation_folder = self._federation_folder(head)
-        # If the SuperNode was lost earlier, an older process of this client can still be training.
+        # If the SuperNode was disconnected earlier, an older process of this client can still be training.
         with file_lock(federation_folder / ".lock"):
             return train_client(
                 parts, parcel.state, client_state_folder(federation_folder, self.client, int(head["round"])), head
@@ -193,7 +193,7 @@ class NodeServer(FederatedServer):
         states: Mapping[str, Tensor],
         messages: Messages | None = None,
     ) -> list[bool]:
-        """Encode the upload for the answer to the server. Return whether all values of the upload are finite."""
+        """Encode the upload for the answer to the server. Return one flag: whether the upload is usable."""
         self.trained = (
             client_rounds if isinstance(client_rounds, ClientRounds) else ClientRounds.from_rounds(client_rounds)
         )
@@ -248,7 +248,7 @@ class NodeRound(Round):
         self.federation.module.trainer.should_stop = True
 
     def _check_received(self) -> None:
-        """Raise RejectedMessageError if a tensor of the model, or a tensor that the client should keep, is missing."""
+        """Raise RejectedMessageError if the server did not send a tensor of the model, or the client lost a tensor."""
         server, received_names = self.federation.server, self._names
         if keys := [name for name in self._head["kept"] if name not in received_names]:
             raise RejectedMessageError(
@@ -266,7 +266,7 @@ class NodeRound(Round):
 
 
 def train_client(node_recipe: NodeRecipe, state: State, client_state: Path, header: Mapping[str, Any]) -> Parcel:
-    """Train the only client of a stream for one round, in a Trainer fit of one epoch, as a simulation trains it.
+    """Train the only client of a stream for one round, as a simulation does. The Trainer runs one epoch.
 
     Args:
         node_recipe: New objects of the recipe.
@@ -344,7 +344,7 @@ def client_folder(folder: Path, federation: str, client: str) -> Path:
 
 
 def client_state_folder(folder: Path, client: str, round_idx: int) -> Path:
-    """Return the folder of a client's state from before a round. The state is restored if the round is repeated.
+    """Return the folder with a client's state from before a round. The state is restored if the round is repeated.
 
     The files are written in this order, and each write survives a power failure: the state before the round, the number
     of the round, the state after the round. A damaged number is computed again from the states.
@@ -383,9 +383,9 @@ def client_state_folder(folder: Path, client: str, round_idx: int) -> Path:
 
 
 def _begun_round(current_store: ClientStore, previous_store: ClientStore, client: str, round_idx: int) -> int:
-    """Return the latest round that a client began, from the client's states.
+    """Return the latest round that a client began, from the client's states. The result is -1 if there are no states.
 
-    This function is called if the file with the number of this round is damaged.
+    This function is called if the file with the number of the latest round is damaged.
     """
     if client not in current_store:
         return round_idx if client in previous_store else -1

@@ -1,4 +1,4 @@
-"""Data of one machine of a deployment: a file, a folder of images or a data module. Labels are names of classes."""
+"""Data of one machine of a deployment: a file, a folder of images or a data module. Classes are identified by name."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ class DataSource:
     """The source of a machine's data, and the arguments to read it.
 
     Args:
-        where: An ``.npz`` file, a CSV or parquet file, a folder with a folder of images for each class, or a
+        where: An ``.npz`` file, a CSV or parquet file, a folder that contains one folder of images per class, or a
             LightningDataModule, for example ``"my_data:Sensors"``. An ``.npz`` file contains ``x``, shape (n, ...), and
             ``y``. The array ``y`` contains class names of shape (n,), or numbers of shape (n, ...) that are not
             classes. Optional arrays are ``group`` (the domain of each sample), ``classes`` (all class names in their
-            order), and ``mean`` and ``std`` (of uint8 images). The optional arrays ``rounds`` and ``part`` are the
-            ``rounds`` and the ``split_names`` of `NodeData`.
+            order), and ``mean`` and ``std`` (to normalize uint8 images). The optional arrays ``rounds`` and ``part``
+            are the ``rounds`` and the ``split_names`` of `NodeData`.
         table: Arguments of `Table` for a CSV or parquet file, without the path of the file.
         init_args: Arguments of the data module.
         classes: Names of the classes of a table or a data module, as in `FederatedStream`.
@@ -102,7 +102,7 @@ class NodeData:
     module: L.LightningDataModule | None = None
 
     def delegate_hooks(self, stream: FederatedStream) -> None:
-        """Let a stream use the transfer hooks of the data module, if there is one."""
+        """Make a stream use the transfer hooks of the data module. Do nothing if there is no data module."""
         if self.module is not None:
             stream.data = self.module
             delegate_hooks([self.module], stream, is_prepared=True)
@@ -134,7 +134,7 @@ def read_data(source: DataSource | str | Path, seed: int = 0, for_server: bool =
                 path,
                 # The values of the tensors are scaled to [0, 1].
                 transform=torchvision.transforms.functional.to_tensor,
-                # The copy is writable, as tensors require.
+                # `to_tensor` needs a writable array, so the image is copied.
                 loader=lambda file: read_image(Path(file), None, "RGB").copy(),
             )
             x, y = concat_nested([[image[None], torch.tensor([label])] for image, label in image_folder])
@@ -153,8 +153,8 @@ def read_data(source: DataSource | str | Path, seed: int = 0, for_server: bool =
             ) from error
         raise RejectedMessageError(
             f"Expected data at {source.where}, but {one_line(error)}.",
-            hint="Name a file, a folder of images, or a DataModule with its arguments: "
-            '--node-config \'client="a" data="a.npz"\', or data="my_data:Sensors" init_args.folder="/data".',
+            hint='Name a file, a folder of images, or a DataModule with its arguments. For example: data="a.npz", or '
+            'data="my_data:Sensors" init_args.folder="/data".',
             argument="data",
         ) from error
 
@@ -198,8 +198,8 @@ def _read_table(source: DataSource) -> Samples:
     missing = [name for name in ("target", "features") if not source.table.get(name)]
     if missing:
         raise MissingValueError(
-            f"Expected {' and '.join(f'`{name}`' for name in missing)}, the names of columns, but got none.",
-            hint=f'Name them beside `data`, as in data="{source.where}" target="label" features="a,b,c".',
+            f"Expected column names in {' and '.join(f'`{name}`' for name in missing)}, but got none.",
+            hint=f'Set them next to `data`, for example data="{source.where}" target="label" features="a,b,c".',
             argument=missing[0],
         )
     table = Table(source.where, **source.table)
@@ -236,7 +236,7 @@ def _read_npz(path: Path, for_server: bool) -> NodeData:
 
 
 def _check_part(path: Path, split: NDArray[Any] | None, for_server: bool) -> None:
-    """Raise an error if a node's file has the array ``part``, or if a value is not "test" or "validation"."""
+    """Raise an error if a node's file has the array ``part``, or if the array has an invalid value on the server."""
     if split is None:
         return
     if not for_server:
@@ -264,7 +264,7 @@ def set_node_data(stream: FederatedStream, node_data: NodeData, outline: ClientO
         outline: The server's outline of the client's rounds.
 
     Raises:
-        ValueError: If the data does not match the outline: other targets, classes, domains or rounds.
+        ValueError: If the targets, classes, domains or rounds of the data do not match the outline.
     """
     samples, owner = node_data.samples, f"client {outline.client}"
     targets: IntArray = samples.targets
@@ -316,8 +316,8 @@ def set_server_data(stream: FederatedStream, data: NodeData, clients: Sequence[s
         raise InvalidValueError(
             f"Expected `Stationary`, `ClassIncremental` or `DomainIncremental` for a server with `data`, but got "
             f"{stream.scenario}, which assigns single samples to rounds.",
-            hint="Leave `data` and `clients` out, and give the nodes the files and the names that `lightning-fcl "
-            "deploy split` writes.",
+            hint="Leave `data` and `clients` out. Start each node with its file of `lightning-fcl deploy split` as "
+            "`data`, and with the client's name in the recipe as `client`.",
             argument="data",
         )
     if isinstance(scenario, DomainIncremental):
@@ -334,7 +334,7 @@ def set_server_data(stream: FederatedStream, data: NodeData, clients: Sequence[s
 
 
 def write_split(stream: FederatedStream, folder: Path) -> list[Path]:
-    """Write the training samples of each client of a stream, and the server's test samples, to separate files.
+    """Write the training samples of each client, and the server's test and validation samples, to separate files.
 
     Args:
         stream: The stream.
@@ -344,17 +344,17 @@ def write_split(stream: FederatedStream, folder: Path) -> list[Path]:
         The paths of the files. The server's file is the first one.
 
     Raises:
-        InvalidValueError: If the stream has transfer hooks, if the recipe lacks settings of the data loaders, or if a
-            sample is not a pair of tensors.
-        MissingValueError: If the stream has no test samples.
+        InvalidValueError: If the stream has transfer hooks, if the recipe lacks settings of the data loaders, if a
+            sample is not a pair of tensors, or if a client is named "server".
+        MissingValueError: If the stream has no test or validation samples, or if a client has no samples.
     """
     check_no_hooks("nodes that have their samples as files", stream.data, stream)
     stream.setup("fit")
     missing = [name for name in stream.inferred_settings if name != "num_workers"]
     if stream.samples.loader_configs and missing:
         raise InvalidValueError(
-            f"Expected the recipe to name {', '.join(f'`{name}`' for name in missing)}, because the files of nodes "
-            f"do not contain the data loaders of {data_name(stream.data)}.",
+            f"Expected the recipe to set {', '.join(f'`{name}`' for name in missing)}, because the files of nodes do "
+            f"not contain the data loader settings of {data_name(stream.data)}.",
             hint=f"Write `{missing[0]}: {str(getattr(stream, missing[0])).lower()}`.",
         )
     folder.mkdir(parents=True, exist_ok=True)
@@ -378,7 +378,8 @@ def split_file(folder: Path, client: str) -> Path:
     """
     if client.casefold() == "server":
         raise InvalidValueError(
-            f"Expected a client name other than `server`, the name of the server's file, but got {client}.",
+            f"Expected a client name other than `server` in any letter case, which is the name of the server's file, "
+            f"but got {client}.",
             hint="Rename the client.",
             argument="client",
             value=client,
@@ -391,7 +392,9 @@ def _write(stream: FederatedStream, path: Path, rows: IntArray, **columns: NDArr
     if not len(rows):
         raise MissingValueError(
             f"Expected samples to write to {path}, but there are none.",
-            hint="Increase `test` of `split` in the recipe.",
+            hint="Increase `test` of `split` in the recipe."
+            if "part" in columns
+            else "Use fewer clients, so that each client has training samples.",
         )
     pair = samples.get_stored(rows)
     if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(one, torch.Tensor) for one in pair)):

@@ -55,7 +55,7 @@ _TRAINER = (
 _ELSEWHERE = ("batch_size", "shuffle", "drop_last", "num_workers", "seed")
 """Arguments of `FederatedStream` that a node uses from a recipe."""
 _BATCHES = {"batch_size": 32, "shuffle": True, "drop_last": False}
-"""Values of arguments that the recipe does not set. These values override the settings of a node's data loaders."""
+"""Values of arguments that the recipe does not set. These values override the settings of data loaders on a node."""
 _SERVER = ("data", "ckpt_path", "weights_only", "out", "recipe")
 """Sections of a recipe that are not part of its fingerprint, except some entries of `data`."""
 
@@ -75,7 +75,7 @@ class ClientOutline:
         common_tasks: The classes of each task if all clients have these tasks in common. Otherwise empty.
         new_classes: The classes that are new to the whole federation in each round.
         old_classes: The classes of earlier experiences of the whole federation in each round.
-        history: Whether a round also contains samples of other rounds, as in `Plan`.
+        history: Rounds whose samples a round contains: ``"round"``, ``"seen"`` or ``"all"``, as in `Plan`.
         samples_per_round: Number of samples in a round. None: all samples of the experience.
         is_partitioned: Whether the groups determine the samples of a round. Otherwise, the node's data needs
             ``rounds``.
@@ -135,7 +135,7 @@ Dealt = ClassIncremental | DomainIncremental
 
 
 def dealt_by(scenario: Scenario) -> Dealt | None:
-    """Return the class or domain scenario that gives clients the same samples as ``scenario``. None: there is none."""
+    """Return the class- or domain-incremental scenario with the same samples as ``scenario``, or None."""
     if isinstance(scenario, Stationary):
         return scenario.as_incremental
     return scenario if isinstance(scenario, Dealt) else None
@@ -185,8 +185,8 @@ def client_plan(outline: ClientOutline, groups: IntArray, rounds: NDArray[np.boo
     if rounds is not None:
         if rounds.shape[1] != number:
             raise RejectedMessageError(
-                f"Expected `rounds` of the data of client {outline.client} to have a column for each of {number} "
-                f"rounds, but got {rounds.shape[1]}.",
+                f"Expected `rounds` of the data of client {outline.client} to have one column per round (number of "
+                f"rounds: {number}), but the number of columns is {rounds.shape[1]}.",
                 hint="Write the data again with `lightning-fcl deploy split` and this recipe.",
             )
         dealt = [np.flatnonzero(column) for column in rounds.T]
@@ -234,13 +234,13 @@ def server_plan(
     clients: Sequence[str],
     seed: int,
 ) -> Plan:
-    """Return the plan of a server: tasks of clients without samples, and the server's test and validation samples.
+    """Return the plan of a server: the clients' tasks without samples, and the server's test and validation samples.
 
     Args:
         scenario: The scenario.
         samples: Samples of the server.
         client_of_sample: Split of each sample, shape (n,): ``"test"``, ``"validation"``, or another name for samples
-            that the server does not use. Default: all samples are test samples.
+            that the server does not use. None: all samples are test samples.
         clients: Names of the clients.
         seed: Seed of the plan.
     """
@@ -277,7 +277,7 @@ class NodeRecipe:
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """Return a recipe that `lightning-fcl deploy` has written. The recipe includes all default values.
+    """Read a recipe that `lightning-fcl deploy flower` has written. The recipe includes all default values.
 
     Raises:
         InvalidValueError: If a required section is missing in the file.
@@ -285,14 +285,14 @@ def read_recipe(path: Path) -> dict[str, Any]:
     content = read_yaml(path)
     if not isinstance(content, dict) or not {"model", "data", "trainer", "seed_everything"} <= content.keys():
         raise InvalidValueError(
-            f"Expected {path} to be a recipe that `lightning-fcl deploy` has written, but a section is missing.",
+            f"Expected {path} to be a recipe that `lightning-fcl deploy flower` has written, but a section is missing.",
             hint="Write the recipe again with `lightning-fcl deploy flower`.",
         )
     return content
 
 
 def recipe_fingerprint(recipe: Mapping[str, Any]) -> str:
-    """Return a fingerprint of the settings that nodes use. Recipes with different settings have other fingerprints."""
+    """Return a fingerprint of the settings that nodes use. Different settings have different fingerprints."""
     trainer = {name: recipe["trainer"].get(name) for name in (*_TRAINER, "strategy", "callbacks")}
     data = {name: recipe["data"].get(name) for name in (*_ELSEWHERE, "classes")}
     data |= {"table": table_in(recipe["data"].get("data"))}

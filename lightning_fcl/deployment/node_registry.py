@@ -28,7 +28,7 @@ HELLO_LIFETIME = 600.0
 """Seconds for which the server accepts a late answer of a node. On a slow device, imports can take over a minute."""
 
 RETRY_INTERVAL_S = 3.0
-"""Seconds after which the server asks a rejected node again, or repeats a message to a lost client."""
+"""Minimum seconds before the server asks an ignored node again, or sends a message again after a rejected answer."""
 
 REMIND_SECONDS = 60.0
 """Minimum number of seconds between two warnings that the server is waiting."""
@@ -141,7 +141,7 @@ class NodeRegistry:
         """Wait until enough clients have joined. Return the node of each client that has joined.
 
         Raises:
-            InvalidStateError: If too few clients have joined after ``join_timeout`` seconds.
+            InvalidStateError: If too few clients have joined after ``longest`` seconds.
         """
         began = time.monotonic()
         while True:
@@ -174,7 +174,8 @@ class NodeRegistry:
         """Return a text about the connected nodes that the server ignores, and the setting that admits them."""
         ignored = [one for one in self._nodes.values() if one.reason]
         reasons = list(dict.fromkeys(one.reason for one in ignored))
-        text = f" Ignored {len(ignored)} connected nodes. {' '.join(reasons[:_REASONS])}" if ignored else ""
+        ending = "" if len(ignored) == 1 else "s"
+        text = f" Ignored {len(ignored)} connected node{ending}. {' '.join(reasons[:_REASONS])}" if ignored else ""
         if strange := sorted({one.client for one in ignored if one.client} - {*self._clients}):
             names = ",".join(strange)
             text += f' To train the clients of these nodes, set `data` and clients="{names}" in the run configuration.'
@@ -221,12 +222,12 @@ class NodeRegistry:
 
     @property
     def compatible_nodes(self) -> set[int]:
-        """Nodes that have the same initial values as the server for tensors that are not transferred."""
+        """Numbers of the nodes that have the server's initial values of tensors that are not transferred."""
         return {node for node, one in self._nodes.items() if one.is_compatible}
 
     @property
     def duplicate_claims(self) -> dict[str, list[str]]:
-        """Clients that several nodes claim to be, and the numbers of these nodes. The admitted node is the first."""
+        """Node numbers of each admitted client that several nodes claim to be. The admitted node is the first."""
         nodes_by_client = {client: [node] for client, node in self._let_in().items()}
         for node, info in self._nodes.items():
             if not info.is_admitted and info.client in nodes_by_client:
@@ -246,7 +247,7 @@ class NodeRegistry:
         info.is_admitted, info.is_compatible = True, greeting.client_round_counts == self._held
         self._claimed[info.key] = info.client
         self.samples[info.client] = greeting.samples
-        log.info("Client %s joined on node %d with %d samples.", info.client, node, greeting.samples)
+        log.info("Client %s joined on node %d. Number of training samples: %d.", info.client, node, greeting.samples)
 
     def _fault(self, node: int, info: NodeInfo) -> str:
         """Return the reason why a node cannot be the client that it claims to be, or an empty text."""

@@ -34,9 +34,9 @@ class LastCheckpoint(Checkpoint):
 
 
 def check_no_round_missing(out: Path, checkpoint: Path | None) -> None:
-    """Raise InvalidStateError if the record of a run has rounds that the newest checkpoint lacks.
+    """Raise InvalidStateError if the newest checkpoint lacks more than one round of the record of a run.
 
-    The last round may be missing: the server can be killed between writing the record and writing the checkpoint.
+    One round may be missing: the server can be killed between writing the record and writing the checkpoint.
     """
     recorded = last_recorded_round(out)
     checkpoint_round = -1 if checkpoint is None else int(read_checkpoint(_load, checkpoint)["epoch"])

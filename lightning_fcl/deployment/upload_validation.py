@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from flwr.app import RecordDict
 
 MAX_INTEGER = 2**31 - 1
-"""Upper limit for numbers of samples. It is larger than the number of samples of any client."""
+"""Upper limit for the number of samples that a client can report."""
 
 HEADER_FIELDS = ("federation", "round", "message")
 """Header fields that an answer repeats from the message that it answers."""
@@ -52,7 +52,7 @@ _EXPLAINED = {
 }
 _DETAILS = "Read the log of the node, which has the details."
 
-# Maximum number of characters in a name, so that a file can have the name.
+# Maximum number of characters in a name, so that the name is also a valid file name.
 _LONGEST = 230
 # Maximum squared norm of a tensor's update. The limit applies to all types except int32 and int64.
 _SQUARES = torch.finfo(torch.float32).max
@@ -123,7 +123,7 @@ def parse_join_request(answer: RecordDict | str, recipe: str) -> JoinRequest:
     """Return a node's answer to the question which client it trains. For an invalid answer, the result has an error.
 
     Args:
-        answer: Answer of the node, or the reason why there is none.
+        answer: Answer of the node, or the reason why there is no answer.
         recipe: Fingerprint of the server's recipe.
     """
     client = ""
@@ -131,7 +131,7 @@ def parse_join_request(answer: RecordDict | str, recipe: str) -> JoinRequest:
         with as_rejection("a node"):
             if isinstance(answer, str):
                 raise RejectedMessageError(answer)
-            check_records(answer, 0, "an answer to hello")
+            check_records(answer, 0, "a node")
             head = read_header(answer)
             if "client" in head or "refused" not in head:
                 client = parse_file_name(head, "client")
@@ -190,8 +190,8 @@ def parse_file_name(head: Mapping[str, Any], description: str) -> str:
         or len(quote(name, safe="")) > _LONGEST
     ):
         raise RejectedMessageError(
-            f"Expected the name of a {description} to be 1 to {_LONGEST} printable characters in Unicode form NFKC, "
-            f"also after percent-encoding, and not `.` or `..`, but got {str(name)[:40]!r}.",
+            f"Expected the name of a {description} to be 1 to {_LONGEST} printable characters in Unicode form NFKC, at "
+            f"most {_LONGEST} characters after percent-encoding, and not `.` or `..`, but got {str(name)[:40]!r}.",
             hint=f"Use a shorter name of letters, digits, `_` and `-` for the {description}.",
         )
     return name
@@ -233,7 +233,7 @@ def parse_upload(
         return Upload(samples, rehearsed, head.get("diverged") is True, tensors_of(answer))
 
 
-_MORE = "Set `max-samples` of the run configuration if the client has more samples than it reported when it joined."
+_MORE = "If the client has more samples, set `max-samples` in the run configuration to a larger number."
 
 
 def decode_upload(
@@ -268,7 +268,7 @@ def decode_upload(
 
 
 def check_numbers(uploads: Uploads, server_state: State, limits: UploadLimits, sender: str) -> None:
-    """Raise RejectedMessageError if an upload is too large for sums, or too far from the server's state.
+    """Raise RejectedMessageError if sums of such uploads can overflow, or if the norm of the update is too large.
 
     Non-finite values are ignored here. The server drops uploads with non-finite values, unless the server's own values
     are also non-finite.
@@ -286,7 +286,7 @@ def check_numbers(uploads: Uploads, server_state: State, limits: UploadLimits, s
         if not squares <= max_squares:
             raise RejectedMessageError(
                 f"Expected the update of `{name}` of {sender} to have a norm of at most {math.sqrt(max_squares):.2g}, "
-                f"but got {math.sqrt(squares):.2g}. Sums of such updates overflow.",
+                f"but got {math.sqrt(squares):.2g}. Sums of such updates can overflow.",
                 hint="Decrease the learning rate.",
             )
         narrow = kind.itemsize <= 2 and kind not in (torch.bool, torch.bfloat16) and not kind.is_complex
@@ -296,7 +296,7 @@ def check_numbers(uploads: Uploads, server_state: State, limits: UploadLimits, s
             if bool((uploads.update(name)[0].cpu().double().abs() > room).any()):
                 raise RejectedMessageError(
                     f"Expected the update of `{name}` of {sender} to be small enough for a sum of {limits.num_clients} "
-                    f"clients in {kind}, but it is too large.",
+                    f"client{'' if limits.num_clients == 1 else 's'} in {kind}, but it is too large.",
                     hint="Use a wider type, such as float32 or int64.",
                 )
     means = {name: squares for name, squares in changes.items() if uploads.reductions[name].averages}

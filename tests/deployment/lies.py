@@ -132,16 +132,16 @@ def less(message):
 
 WHOLE = "Expected `samples` to be a whole number from 0 to [0-9]+, but got"
 TOO_MANY = "Expected `rehearsed` to be a whole number from 0 to [0-9]+, but got"
-RECORDS = "Expected the records `head` and `arrays` of lightning-fcl from .*, but got [0-9]+ records"
-FORM_OF_ARRAYS = "Expected the arrays of .* to be encoded as `bytes`, but got another encoding of `.*`"
+RECORDS = "Expected only a config record `head` and an array record `arrays` from .*, but got"
+FORM_OF_ARRAYS = "Expected the arrays from .* to be encoded as `bytes`, but got another encoding of `.*`"
 NO_CODE = "Expected an error of .* to be a code and the name of an argument, but got"
-NESTED = "Expected the header to contain text, numbers and booleans, but `.*` has another type"
+NESTED = "Expected the header to contain only text, numbers and booleans, but `.*` has another type"
 LONG = "Expected the header of a message to have at most [0-9]+ characters, but got"
-LARGE = "Expected at most [0-9]+ bytes in the arrays of client 1, but got"
+LARGE = "Expected at most [0-9]+ bytes of arrays from client 1, but got"
 NO_ARRAY = f"Expected `.*` to have a supported type and the number of bytes of its shape, but got|{LARGE}"
 OLD = "The answer belongs to another message or client"
 ENTRIES = f"Expected client 1 to send the tensors of this recipe's model[.] Expected|{LARGE}"
-FAR = "Sums of such updates overflow"
+FAR = "Sums of such updates can overflow"
 FORM = f"Expected `.*` to be torch.float32 of shape .* but got|{NO_ARRAY}"
 
 KINDS = {
@@ -237,7 +237,7 @@ HELLOS = {
     "infinite samples": (saying(samples=float("inf")), "Expected `samples`"),
     "samples: 2**40": (saying(client="9", samples=2**40), "Expected `samples` to be a whole number"),
     "no samples": (without("samples"), "Expected `samples`"),
-    "an array": (more("w"), "Expected at most 0 bytes in the arrays of an answer to hello, but got 4"),
+    "an array": (more("w"), "Expected at most 0 bytes of arrays from a node, but got 4"),
     "a code of 10,000 letters": (saying(refused="x" * 10_000), NO_CODE),
     "a name of no client of the run": (
         saying(client="9"),

@@ -269,7 +269,7 @@ def test_wait_for_nodes_too_few_clients_raises_with_reasons(air, members, caplog
         RuntimeError, match=r"at least 2 of the clients a, b to join within 100 s, but b joined\..*`unusable-data`"
     ):
         members.wait_for_nodes(["a", "b"], 2)
-    assert "Waiting for 1 more of the clients a to join. Ignored 1 connected nodes. Expected an answer" in caplog.text
+    assert "Waiting for 1 more of the clients a to join. Ignored 1 connected node. Expected an answer" in caplog.text
     assert 100 < air.clock.now - 100 < 101
 
 

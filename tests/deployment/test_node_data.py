@@ -234,7 +234,7 @@ def test_recipe_table_sets_columns_classes_and_scale(tmp_path):
         assert (LABELS[samples.targets] == y).all()
         expected = (x.astype(np.float64) - [1, 2]) / [2, 4]
         assert np.allclose(samples.x.numpy(), expected, rtol=1e-6)
-    with pytest.raises(RejectedMessageError, match=r"`target` and `features`.*Name them beside `data`"):
+    with pytest.raises(RejectedMessageError, match=r"`target` and `features`.*Set them next to `data`"):
         read_data(own.where)
     assert len(read_data(DataSource(own.where, COLUMNS)).samples) == len(x)
 

@@ -37,7 +37,7 @@ def asked(deployed, wire):
 
 def test_unpack_message_above_limit_raises():
     sent = to_record(Parcel({}, {"w": torch.zeros(1000)}))
-    with pytest.raises(RejectedMessageError, match="Expected at most 100 bytes in the arrays of a message, but got"):
+    with pytest.raises(RejectedMessageError, match="Expected at most 100 bytes of arrays from the server, but got"):
         unpack(sent, 100)
 
 
