@@ -42,8 +42,8 @@ def check_clock(address: str | None, certificates: Path | None = None, insecure:
         side = "ahead of" if offset > 0 else "behind"
         raise InvalidStateError(
             f"Expected the clock of this machine to be at most {AHEAD - _PRECISION:g} s ahead of the SuperLink's "
-            f"clock, and at most {BEHIND - _PRECISION:g} s behind it, but it is about {abs(offset):.0f} s {side} it. The "
-            "SuperLink can reject the requests of this machine.",
+            f"clock, and at most {BEHIND - _PRECISION:g} s behind it, but it is about {abs(offset):.0f} s {side} it. "
+            "The SuperLink can reject the requests of this machine.",
             hint="Synchronize the clocks of both machines, for example with `timedatectl set-ntp true`.",
         )
     return offset

@@ -138,7 +138,7 @@ class ServerRound(Round):
         return []
 
     def train_clients(self, client_group: ClientGroup | None) -> Generator[Any, None, None]:
-        """Send the server's state to the sampled clients, and accumulate their uploads. Yield None as the only batch."""
+        """Send the server's state to the sampled clients, and accumulate the uploads. Yield None as the only batch."""
         federation = self.federation
         if federation.isolation is not None:
             federation.isolation.refuse_gathered()
@@ -339,8 +339,8 @@ class NodePool:
         for client, number in samples.items():
             if number > usual and not self.config.max_samples:
                 log.warning(
-                    "Client %s reports %d samples, more than %d times the median of the clients. This number can become "
-                    "the weight of the client in means. If the number is wrong, set `max-samples` in the run "
+                    "Client %s reports %d samples, more than %d times the median of the clients. This number can "
+                    "become the weight of the client in means. If the number is wrong, set `max-samples` in the run "
                     "configuration.",
                     client,
                     number,
