@@ -1053,7 +1053,7 @@ ROWS |= {
     ),
     "file that is missing on the server": Row(fetch_file, {}, offer, "Try again", ConnectionFailedError),
     "file that is missing on the server, copied manually": Row(
-        fetch_file, {}, by_hand, "or download it by hand to", ConnectionFailedError
+        fetch_file, {}, by_hand, "or download the file by hand to", ConnectionFailedError
     ),
     "download in offline mode": Row(offline, {}, go_online, "Unset LIGHTNING_FCL_OFFLINE", ConnectionFailedError),
     "download in offline mode, copied manually": Row(
@@ -1073,7 +1073,7 @@ ROWS |= {
         lambda lab: archive(lab, in_the_way).download(lab.folder / "data"),
         {},
         lambda lab: shutil.rmtree(lab.folder / "data" / "x" / "original"),
-        "Free disk space, or delete ",
+        "If the disk is full, free disk space. Otherwise, delete ",
         FileAccessError,
     ),
     "checkpoint at a URL": Row(
@@ -1086,14 +1086,14 @@ ROWS |= {
         load_checkpoint,
         {"name": "nothing.ckpt"},
         {"name": "whole.ckpt"},
-        "the newest undamaged one there",
+        "the newest undamaged checkpoint there",
         MissingFileError,
     ),
     "truncated checkpoint": Row(
         load_checkpoint,
         {"name": "zcut.ckpt"},
         {"name": "whole.ckpt"},
-        "the newest undamaged one there",
+        "the newest undamaged checkpoint there",
         DamagedFileError,
     ),
     "checkpoint above the limit": Row(
@@ -1127,13 +1127,13 @@ ROWS |= {
         lambda lab, text: read_yaml(written(lab, "a.yaml", text)),
         {"text": "a: 1\na: 2\n"},
         {"text": "a: 1\n"},
-        "Leave one out",
+        "Remove one of the two keys",
     ),
     "values too deep": Row(
         lambda lab, depth: read_yaml(written(lab, "a.yaml", "[" * depth + "]" * depth)),
         {"depth": 101},
         {"depth": 100},
-        "Nest fewer values",
+        "Use fewer levels",
     ),
     "values that aliases repeat": Row(
         lambda lab, aliases: read_yaml(
@@ -1471,7 +1471,7 @@ ROWS |= {
         own_data,
         {"name": "b.npz"},
         {"name": "a.npz"},
-        "Name a file, a folder of images, or a DataModule",
+        "Name a file, a folder of images, or a DataModule with its arguments.",
         RejectedMessageError,
         "data",
     ),

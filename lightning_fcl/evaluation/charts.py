@@ -30,8 +30,8 @@ Points: TypeAlias = list[dict[str, Any]]
 Spec: TypeAlias = dict[str, Any]
 Chart: TypeAlias = alt.Chart | alt.LayerChart | alt.FacetChart | alt.HConcatChart | alt.VConcatChart | alt.ConcatChart
 
-# Six colors of the palette of Okabe and Ito, which color-blind readers can tell apart, and gray. The yellow of the
-# palette is too faint for lines.
+# Six colors of the palette of Okabe and Ito, and gray. Color-blind readers can distinguish these colors. The yellow of
+# the palette is too faint for lines.
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#777777")
 _SHAPES = ("circle", "square", "diamond", "triangle-up", "cross", "triangle-down", "triangle-left", "triangle-right")
 _DASHES = [dash for dash in ([1, 0], [6, 3], [2, 2]) for _ in COLORS]
@@ -48,7 +48,7 @@ _PNG = {
 }
 _TEMPLATES = Path(__file__).parent / "templates"
 _SCRIPTS = {"1.9.0.post1": "373b1f84072b31010f15ceb787be6b415c53936411aae267c8c2b2b6ccde46e7"}
-"""SHA-256 of the script that renders charts, for each version of vl-convert-python. Other versions are not cached."""
+"""SHA-256 of the script that renders charts, by version of vl-convert-python. Other scripts are not cached."""
 
 
 def get_chart(name: str) -> alt.Chart:
@@ -70,7 +70,7 @@ def responsive_chart(chart: Chart, height: int = 260, **data: Points) -> Spec:
 
 
 def write_png(path: Path, chart: Spec) -> Path:
-    """Write a chart as a PNG file, without a browser and without network access."""
+    """Write a chart as a PNG file, and return the path. This function needs neither a browser nor a network."""
     return write_atomic(path, vl_convert.vegalite_to_png(chart, scale=1.5, config=_PNG))
 
 
@@ -92,7 +92,7 @@ def client_curves(curves_by_model: Mapping[str, Curve]) -> dict[int, dict[str, f
 
 
 def over_seeds(curves: Iterable[FloatArray]) -> Points:
-    """Return a point for each round (from 1) with the mean and standard deviation of the curves of several seeds.
+    """Return a point for each round (from 1) with the mean and the standard deviation over seeds, one curve per seed.
 
     NaN values are left out, and a round without values has no point. With several seeds, ``low`` and ``high`` are one
     standard deviation below and above the mean.
@@ -163,7 +163,7 @@ def draw_points(base: alt.Chart) -> alt.Chart:
 
 
 def label_points(base: alt.Chart, name: str, field: str, middle: float) -> list[alt.Chart]:
-    """Return the labels of points, on the right of each point whose ``field`` is at most ``middle``, otherwise left."""
+    """Return two layers: labels right of points with ``field`` at most ``middle``, and labels left of other points."""
     names = base.encode(text=f"{name}:N")
     left_labels = names.transform_filter(f"datum.{field} <= {middle}").mark_text(align="left", dx=8, color="#888888")
     right_labels = names.transform_filter(f"datum.{field} > {middle}").mark_text(align="right", dx=-8, color="#888888")
@@ -173,7 +173,8 @@ def label_points(base: alt.Chart, name: str, field: str, middle: float) -> list[
 def small_multiples(base: alt.Chart, names: Sequence[str], title: str, scale: alt.Scale) -> list[alt.Chart]:
     """Return the layers of a line chart: bands, lines and points.
 
-    Lines differ in color and in the shape of their points. If there are more lines than colors, they also have dashes.
+    Lines differ in color and in the shape of their points. If there are more lines than colors, the last lines are
+    dashed.
     """
     base = base.encode(color=color_scale("line", names))
     value, low = (alt.Y(field, title=title, scale=scale) for field in ("value:Q", "low:Q"))
@@ -198,7 +199,7 @@ def density_lines(names: Sequence[str], ordered: bool) -> alt.Chart:
 
 
 def with_model_selector(chart: Chart, models: Sequence[str], label: str = "model ") -> Chart:
-    """Return the chart of the selected model. If there are several models, the chart has a list to select one."""
+    """Return the chart of the selected model. If there are several models, the chart has a list to select a model."""
     labels = [model_name(model) for model in models]
     bind = alt.binding_select(options=[*models], labels=labels, name=label) if len(models) > 1 else alt.Undefined
     selector = alt.param(name="shown", value=models[0], bind=bind)

@@ -23,7 +23,7 @@ ValuesOf: TypeAlias = Callable[[Iterable[int]], FloatArray]
 
 
 def group_accuracy(correct: ArrayLike, totals: ArrayLike) -> ValuesOf:
-    """Return a function that computes the accuracy on some groups in each round. NaN if they have no test samples.
+    """Return a function that computes the accuracy on some groups in each round, or NaN for groups without samples.
 
     Args:
         correct: Number of correct predictions in each round and group, shape (R, G).

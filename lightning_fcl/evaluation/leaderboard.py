@@ -41,7 +41,7 @@ def _of(metric: Metric, model: str) -> Callable[[Evaluation], Iterator[Score]]:
 
 
 def _per_client_and_experience(metric: Metric) -> Callable[[Evaluation], Iterator[Score]]:
-    """Return the function of a column that contains the mean of a total over clients and experiences."""
+    """Return the function of a column: a total, divided by the number of clients and the number of experiences."""
 
     def scores(evaluation: Evaluation) -> Iterator[Score]:
         tasks = evaluation.record["tasks"]
@@ -195,7 +195,7 @@ def leaderboard_chart(table: Table, protocol: str, notes: Notes) -> Spec | None:
 
 
 def _against(rows: Points, cost: str, title: str, kinds: Sequence[str]) -> Chart:
-    """Return the chart of accuracy against a cost. Both axes have a margin around the values."""
+    """Return the chart of accuracy against ``cost``, the name of a field. Both axes have a margin around the values."""
     ends, (low, high) = _ends([math.log(row[cost]) for row in rows]), _ends([row["accuracy"] for row in rows])
     x_scale = alt.Scale(type="log", domain=[math.exp(end) for end in ends], nice=False)
     x, y_scale = alt.X(f"{cost}:Q", title=title, scale=x_scale), alt.Scale(domain=[low, high], nice=False)

@@ -1,7 +1,7 @@
 """The registry of metrics.
 
 A metric is a `Metric` in `METRICS`. ``results.json``, reports, tables, cards and `lightning-fcl ls metrics` read the
-registry. To add a metric, add a record here.
+registry. To add a metric, add a `Metric` to `METRICS`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -140,14 +140,14 @@ FORGETTING = Metric(
     "forgetting",
     per_model(_forgetting, task_sequences),
     "minimize",
-    "loss of {quantity} on the earlier tasks since their best value, by the last round of each task",
+    "worsening of {quantity} on earlier tasks since the best value (tested after each task)",
     measure_name="forgetting_{measure}",
 )
 CLIENT_STATE_BYTES = Metric(
     "client_state_bytes",
     _client_state_bytes,
     "minimize",
-    "size of the state of a client between rounds, at the end",
+    "size of a client's state between rounds at the end of the run, mean over clients",
     "B",
 )
 UPLOAD_BYTES = Metric("upload_bytes", _upload_bytes, "minimize", "size of all uploads of all clients", "B")
@@ -185,7 +185,7 @@ METRICS: tuple[Metric, ...] = (
         "F_{number}",
         per_model(lambda history: forgetting(history.mean_matrix, _num_tasks(history)), task_sequences, _num_tasks),
         "minimize",
-        "loss of {quantity} on the earlier tasks since their best value, by the mean over the rounds of each task",
+        "worsening of {quantity} on earlier tasks since the best value (mean over the rounds of each task)",
         measure_name=None,
     ),
     AVERAGE_ACCURACY,
@@ -194,7 +194,7 @@ METRICS: tuple[Metric, ...] = (
         "backward_transfer",
         per_model(_backward_transfer, task_sequences),
         "maximize",
-        "backward transfer: gain of {quantity} on a task from its last round to the end of the run, mean over tasks",
+        "backward transfer: improvement of {quantity} from a task's last round to the end of the run, mean over tasks",
         measure_name="backward_transfer_{measure}",
         title="BWT",
     ),
@@ -223,14 +223,14 @@ METRICS: tuple[Metric, ...] = (
         "forgetting_local",
         per_model(_forgetting, local_task_sequences),
         "minimize",
-        "loss of {quantity} of the client's model before aggregation on the earlier tasks since their best value",
+        "worsening of {quantity} of the client's model before aggregation on earlier tasks since the best value",
         measure_name="forgetting_{measure}_local",
     ),
     Metric(
         "backward_transfer_local",
         per_model(_backward_transfer, local_task_sequences),
         "maximize",
-        "backward transfer of the client's model before aggregation: gain of {quantity} on a task until the end",
+        "backward transfer of the client's model before aggregation: improvement of {quantity} on a task until the end",
         measure_name="backward_transfer_{measure}_local",
     ),
     Metric(
@@ -250,7 +250,7 @@ METRICS: tuple[Metric, ...] = (
     CLIENT_STATE_BYTES,
     UPLOAD_BYTES,
     DOWNLOAD_BYTES,
-    Metric("simulated_seconds", _simulated_seconds, "minimize", "duration by the clock of the timing simulation", "s"),
+    Metric("simulated_seconds", _simulated_seconds, "minimize", "simulated duration of the run", "s"),
     Metric("late_uploads", _late_uploads, "minimize", "number of late uploads in the timing simulation", "uploads"),
 )
 """All metrics of ``results.json``."""
@@ -304,7 +304,7 @@ def describe() -> dict[str, str]:
 
     Example:
         >>> describe()["forgetting"]
-        'loss of accuracy on the earlier tasks since their best value, by the last round of each task; lower is better'
+        'worsening of accuracy on earlier tasks since the best value (tested after each task); lower is better'
     """
     return {metric.name.replace("{number}", "N"): metric.about for metric in metrics_for(ACCURACY)}
 

@@ -31,7 +31,7 @@ Runs: TypeAlias = Sequence[Mapping[str, Any]]
 """Runs of a row: the contents of ``results.json`` of each seed."""
 
 Panels: TypeAlias = Mapping[str, Mapping[str, tuple[str, Runs]]]
-"""Lines of each panel, by the title of the panel. For the label of a line, the value is a row's name and runs."""
+"""For each panel title, a mapping from the label of a line to the name and the runs of the line's row."""
 
 # Width of a panel in pixels, by the number of columns in the grid of panels.
 _WIDTHS = {1: 640, 2: 400, 3: 280, 4: 215}
@@ -46,9 +46,9 @@ def write_figures(out: Path, figures: Sequence[Mapping[str, Any]], results_by_ro
     Args:
         out: Folder of the files.
         figures: Specifications of the figures. ``file`` is the name of a PNG file. ``kind`` is the kind of the figure.
-            ``panels`` contains a mapping for each panel, by the title of the panel. The mapping contains the name of
-            the row for the label of each line. Optional are ``title`` and ``scales``, the scales of runs that get this
-            figure. The kinds are:
+            ``panels`` contains a mapping for each panel, by the title of the panel. The keys of the mapping are labels
+            of lines, and the values are names of rows. Optional are ``title`` and ``scales``, the scales of runs that
+            get this figure. The kinds are:
 
             - ``stream_accuracy``: stream accuracy of the server after each experience.
             - ``activation_density``: the densities recorded by `ActivationDensity` after the last experience. With
@@ -130,7 +130,7 @@ def draw_accuracy(panels: Panels, title: str) -> Spec:
     """Return the figure of stream accuracies after each experience."""
     name_lists = [experience_names(run["record"]) for of in panels.values() for _, runs in of.values() for run in runs]
     names = max(name_lists, key=len)
-    # If the experiences have different names, the axis shows their numbers.
+    # If the runs have different names for the experiences, the axis shows numbers.
     if any(names[: len(other)] != other for other in name_lists):
         names = [str(number + 1) for number in range(len(names))]
     names = [_wrapped(name, 14) for name in names]
@@ -239,7 +239,7 @@ def draw_densities(panels: Panels, title: str, experiences: bool = False) -> Spe
             density_entries = [run.get("densities", {}).get("experiences", []) for run in runs]
             if not all(density_entries):
                 raise MissingValueError(
-                    f"Expected `densities` in the results of row {row}, but there are none.",
+                    f"Expected `densities` in the results of each run of row {row}, but at least one run has none.",
                     hint="Add `ActivationDensity` to the callbacks of the row, and train until an experience ends.",
                     argument="densities",
                 )

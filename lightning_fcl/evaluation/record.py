@@ -172,7 +172,7 @@ class Evaluation:
 
 
 def truncate_record(record: Record, tasks: int) -> dict[str, Any]:
-    """Return a record that contains only the first tasks of each model, and the rounds of these tasks.
+    """Return a record with the first ``tasks`` tasks of each model, and with the rounds of the server's first tasks.
 
     If rounds are removed, the values that are measured at the end of a run are also removed.
 

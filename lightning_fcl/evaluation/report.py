@@ -123,7 +123,7 @@ def _totals(metrics: Mapping[str, float], quantities: Sequence[Quantity]) -> lis
 
 
 def overview_chart(record: Record, curves_by_model: Curves) -> Spec | None:
-    """Return the chart of the server and of the clients by round, or None if no model was tested.
+    """Return the chart of the server's and the clients' values by round, or None if no model was tested.
 
     The server has a line for the whole test set and, if it has several tasks, a line for all experiences so far. The
     clients have a line for their mean, and bands from the worst to the best client and between the quartiles.

@@ -1,6 +1,6 @@
 """Run folders: ``record.jsonl``, ``results.json``, and the files that are made from them.
 
-The checksum list ``files.txt`` is written last. A run is complete if all files match it.
+The checksum list ``files.txt`` is written last. A run is complete if all listed files match the list.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class RecordFile:
     def _begin(self) -> None:
         # Entries of the record in the file, except the rounds.
         self._rest: dict[str, Any] = {}
-        # Number of rounds in the file, and the last of them.
+        # Number of rounds in the file, and the last round.
         self._number, self._last = 0, dict[str, Any]()
         self._size, self._digest = 0, ""
 
@@ -64,7 +64,7 @@ class RecordFile:
             self._begin()
         lines = [] if rest == self._rest else [{"rest": rest}]
         for entry in rounds[self._number :]:
-            # The experiences of many clients are long. They are left out if they are those of the previous round.
+            # The experiences of many clients are long. They are left out if they are unchanged since the last round.
             is_same_experience = entry["experience"] is self._last.get("experience")
             lines.append(
                 {name: value for name, value in entry.items() if not (is_same_experience and name == "experience")}
@@ -130,14 +130,14 @@ def last_recorded_round(folder: Path) -> int:
 
 
 def write_results(folder: str | Path, results: Mapping[str, Any], indent: int | None = 1) -> Path:
-    """Write ``results.json`` of a run folder, with the version of the format and a checksum. Return its path."""
+    """Write ``results.json`` of a run folder, with the format version and a checksum. Return the path of the file."""
     content = {"format": FORMAT, **results}
     text = json.dumps({**content, "checksum": _checksum(json.loads(json.dumps(content)))}, indent=indent)
     return write_atomic(Path(folder) / "results.json", text)
 
 
 def read_results(folder: str | Path) -> dict[str, Any]:
-    """Return the content of ``results.json`` of a run folder, after comparing its checksum.
+    """Return the content of ``results.json`` of a run folder, after verifying the checksum in the file.
 
     Raises:
         FileNotFoundError: If there is no ``results.json``.

@@ -2,7 +2,7 @@
 
 Communication volume and time follow Zuo et al. 2024, "FedViT", section 5.3. They are computed from the record of
 `ContinualMetrics`, which contains the bytes that every client sent and received in every round. If the strategy has a
-schedule, the rounds also contain ``simulated_seconds``, ``late_clients`` and ``staleness``.
+`synchronization`, the rounds can also contain ``simulated_seconds``, ``late_clients`` and ``staleness``.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def experience_names(record: Mapping[str, Any]) -> list[str]:
 
 
 def experience_labels(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a label for each experience, such as "after digits". If the names of the runs differ, use numbers."""
+    """Return a label for each experience, such as "after digits". If the runs have different names, use numbers."""
     names = experience_names(records[0])
     numbers = [str(number + 1) for number in range(len(names))]
     if names != numbers and all(experience_names(record) == names for record in records):
@@ -221,7 +221,8 @@ def time_to(record: Mapping[str, Any], value: float, model: str = "server") -> f
         model: ``"server"``, or a client's id.
 
     Returns:
-        Simulated seconds at the end of the first round with this value or a better value. Infinite if there is none.
+        Simulated seconds at the end of the first round with this value or a better value. Infinite if no round has such
+        a value, or if the model was not tested.
 
     Raises:
         ValueError: If the record contains no simulated seconds.

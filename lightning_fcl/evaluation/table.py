@@ -56,7 +56,10 @@ class Cell:
 
     @property
     def deviation(self) -> float:
-        """Absolute difference of the mean and the paper's value, both rounded to three decimals. Infinite if None."""
+        """Absolute difference of the mean and the paper's value, both rounded to three decimals.
+
+        Infinite if the mean or the paper's value is missing.
+        """
         if self.mean is None or self.paper is None:
             return float("inf")
         return abs(round(self.mean, 3) - round(self.paper, 3))
@@ -65,7 +68,8 @@ class Cell:
     def verdict(self) -> str:
         """Agreement with the paper's value: ``near``, ``spread`` or ``outside``. Empty if the paper has no value.
 
-        ``near``: the difference is at most `NEAR_TOLERANCE`. ``spread``: it is at most two standard deviations.
+        ``near``: the difference is at most `NEAR_TOLERANCE`. ``spread``: the difference is larger, but at most two
+        standard deviations over the seeds. ``outside``: otherwise, and if the metric was not measured.
         """
         if self.paper is None:
             return ""
@@ -188,15 +192,15 @@ class Table:
 def cells(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Cell]]:
     """Return a cell for each row and metric of some runs, as ``{row: {metric: cell}}``.
 
-    Metrics that only the paper reports have a cell without values. A run without a recipe row is in the row of its
-    command.
+    Metrics that only the paper reports have a cell without values. The row of a run without a recipe is named after the
+    command of the run.
     """
     rows: dict[str, dict[int, Mapping[str, Any]]] = {}
     for result in results:
         row, seed = result["recipe"]["row"] if result["recipe"] else result["command"], result["seed"]
         if seed in rows.setdefault(row, {}):
             raise InvalidValueError(
-                f"Expected one run for each row and seed, but got two of {row}, seed {seed}.",
+                f"Expected one run for each row and seed, but got two runs of row {row} with seed {seed}.",
                 hint="Leave out one of the two runs.",
                 argument="seed",
                 value=seed,
@@ -214,7 +218,7 @@ def cells(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Cell]]:
 
 
 def with_tasks(table: Table, results: Mapping[str, Sequence[Mapping[str, Any]]], gains: Mapping[str, Any]) -> Table:
-    """Return a table with two more metrics: the clients' average accuracy after each task, and the gain of some rows.
+    """Return a table with two more metrics after each task: the clients' average accuracy, and the gain of some rows.
 
     The gain of a row is its accuracy divided by the mean accuracy of other rows, minus 1. Gains are left out if a row
     of ``of`` or ``over`` was not run.
@@ -249,7 +253,8 @@ def _cells(name: str, curves: Mapping[int, FloatArray], paper: Sequence[float | 
 def write_table(folder: str | Path, table: Table) -> tuple[Path, Path]:
     """Write ``table.json`` and ``table.md``, and return the paths of both files."""
     lines = [[row, *(of[n].text(n) if n in of else "-" for n in table.metrics)] for row, of in table.rows.items()]
-    note = "Mean ± standard deviation over the seeds, with the paper's value in parentheses. No ± means one seed."
+    note = "Mean ± standard deviation over the seeds, with the paper's value in parentheses. A value without ± has one "
+    note += "seed, or is a size that is equal for all seeds."
     note += f" Written by lightning-fcl {__version__}."
     markdown = f"{markdown_table(['', *map(metric_title, table.metrics)], lines)}\n\n{note}\n"
     content = {
@@ -299,7 +304,7 @@ def markdown_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def metric_title(name: str) -> str:
-    """Return the heading of a metric of a model. If papers use a symbol for the metric, the heading contains it.
+    """Return the heading of a metric: the symbol of the metric in papers, or the name of the metric, and the model.
 
     Example:
         >>> metric_title("general_accuracy/server"), metric_title("F_2/clients")

@@ -1,8 +1,8 @@
 """Atomic writes, locks and temporary folders.
 
 A file is written under a temporary name and then renamed, so that an interruption leaves no incomplete file. A process
-locks its temporary files and folders until the process ends. After a process was killed, a later process reuses or
-removes the temporary files and folders.
+locks its temporary files and folders while it uses them. After a process was killed, a later process reuses or removes
+the temporary files and folders.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def disk_error_context(
         remedy: Action that the hint names after "Free disk space, then".
 
     Raises:
-        DiskFullError: If the disk is full, or the disk quota is reached.
+        DiskFullError: If the disk is full, the disk quota is reached, or the file is too large for the file system.
         FileAccessError: If the path cannot be written, for example without permission.
     """
     try:
@@ -97,8 +97,8 @@ def disk_error_context(
             space = "more" if size is None else f"{size:,} bytes of"
             free = shutil.disk_usage(next(folder for folder in path.parents if folder.exists())).free
             raise DiskFullError(
-                f"Expected {space} free disk space for {path}, but the disk is full or the disk quota is reached: "
-                f"{free:,} bytes are free. No existing data is lost.",
+                f"Expected {space} free disk space for {path}, but the disk is full, the disk quota is reached, or the "
+                f"file is too large for the file system: {free:,} bytes are free. No existing data is lost.",
                 hint=f"Free disk space, then {remedy}.",
                 value=path,
             ) from error

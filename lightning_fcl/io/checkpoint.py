@@ -138,7 +138,7 @@ def get_run_checkpoint(run: Path) -> Path:
     train = f"Train the recipe in another folder: lightning-fcl fit --config {run / 'config.yaml'} --out FOLDER."
     if checkpoint is None and damaged:
         raise DamagedFileError(
-            f"Expected an undamaged checkpoint in {folder}, but all are damaged: "
+            f"Expected an undamaged checkpoint in {folder}, but each checkpoint is damaged: "
             f"{format_names(path.name for path in damaged)}.",
             hint=train,
             value=run,
@@ -155,4 +155,6 @@ def get_run_checkpoint(run: Path) -> Path:
 def _instead(file: Path) -> str:
     """Return a hint to use the newest undamaged checkpoint in a file's folder, or any other checkpoint."""
     newest = newest_checkpoint(file.parent)
-    return "Use another checkpoint." if newest in (None, file) else f"Use {newest}, the newest undamaged one there."
+    return (
+        "Use another checkpoint." if newest in (None, file) else f"Use {newest}, the newest undamaged checkpoint there."
+    )

@@ -43,7 +43,7 @@ def check_digest(path: Path, digest: str) -> None:
     """Raise InvalidValueError if the SHA-256 checksum of a file differs from ``digest``."""
     if sha256(require_file(path, "", "Get the file again.")) != digest:
         raise InvalidValueError(
-            f"Expected {path} to match its published checksum, but its checksum differs: the file is damaged.",
+            f"Expected {path} to match its published checksum, but the checksum differs. The file is damaged.",
             hint=REDOWNLOAD_HINT,
             value=path,
         )

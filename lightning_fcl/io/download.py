@@ -39,7 +39,8 @@ def download(url: str, path: Path, digest: str, next_step: str = "") -> Path:
         settings = (os.environ.get(name, "") for name in ("LIGHTNING_FCL_OFFLINE", "HF_HUB_OFFLINE"))
         if any(setting.lower() not in ("", "0", "false", "no") for setting in settings):
             raise ConnectionFailedError(
-                f"Expected {path} to exist because offline mode forbids downloads, but the file is missing or differs.",
+                f"Expected {path} to exist because offline mode forbids downloads, but the file is missing or has "
+                "another checksum.",
                 hint=f"Unset LIGHTNING_FCL_OFFLINE and HF_HUB_OFFLINE, or download {url} to this path by hand.",
                 value=path,
             )
@@ -51,7 +52,7 @@ def download(url: str, path: Path, digest: str, next_step: str = "") -> Path:
         except requests.RequestException as error:
             raise ConnectionFailedError(
                 f"Expected to download {url}, but got: {error}.",
-                hint=f"Try again, or download it by hand to {path}{next_step}.",
+                hint=f"Try again, or download the file by hand to {path}{next_step}.",
                 value=url,
             ) from error
         except ValueError as error:
@@ -163,7 +164,7 @@ class Source:
                 return layout.name, location
         hint = self.manual_steps.format(url=self.url, root=root) or f"Run {self.command}"
         if self.expected_files:
-            hint += f", or point LIGHTNING_FCL_DATA at the folder that holds {self.expected_files}"
+            hint += f", or set LIGHTNING_FCL_DATA to the folder that contains {self.expected_files}"
         raise MissingFileError(
             f"Expected {self.title} below `root`, but found nothing in {root}.",
             hint=f"{hint}.",
@@ -201,7 +202,7 @@ class Source:
         except Exception as error:  # a damaged archive can cause any error in its reader
             raise FileAccessError(
                 f"Expected to unpack {archive} to {target}, but got: {error}.",
-                hint=f"Free disk space, or delete {target}, and run {self.command} again.",
+                hint=f"If the disk is full, free disk space. Otherwise, delete {target}. Then repeat {self.command}.",
                 value=archive,
             ) from error
         archive.unlink()

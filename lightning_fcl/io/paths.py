@@ -14,7 +14,7 @@ _RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)( *\..*)?", re.IGNORECASE)
 
 
 def cache_folder() -> Path:
-    """Return the folder for downloads: ``LIGHTNING_FCL_CACHE``, or a folder in the user's cache."""
+    """Return the cache folder of this library: ``LIGHTNING_FCL_CACHE``, or a folder in the user's cache."""
     return Path(os.environ.get("LIGHTNING_FCL_CACHE") or Path("~/.cache/lightning-fcl")).expanduser().absolute()
 
 
@@ -23,8 +23,8 @@ def safe_join(folder: Path, *names: object) -> Path:
 
     Each part of a name must refer to the same file on every operating system. A part is rejected in these cases:
 
-    - It is ``..``, or a reserved name such as ``con``.
-    - It contains a drive, a separator or a character that is not printable.
+    - It is empty, ``..``, or a reserved name such as ``con``.
+    - It contains ``\\``, one of ``: * ? " < > |``, or a character that is not printable.
     - It ends in a space or a dot.
     - It is not in Unicode form NFKC.
     - It is longer than 240 bytes.
@@ -43,7 +43,7 @@ def safe_join(folder: Path, *names: object) -> Path:
     if plain != parts or real == root or not Path(real).is_relative_to(root):
         raise InvalidValueError(
             f"Expected the name of a file or folder inside {folder}, but got {'/'.join(map(str, names))[:300]!r}, "
-            "which is ambiguous or leads out of the folder.",
+            "which is invalid on some operating systems or leads out of the folder.",
             hint="Use a name of letters, digits, `_` and `-` that is not a link to another folder.",
             argument="name",
             value="/".join(map(str, names)),

@@ -67,7 +67,7 @@ def read_bytes(path: str | Path, max_bytes: int | None = None) -> bytes:
         except ValueError as error:
             hint = error.hint if isinstance(error, LimitError) else "Use a smaller file."
             raise InvalidValueError(
-                f"Expected {path} to be a smaller file, but got {error}.", hint=hint, value=path
+                f"Expected {path} to be within the size limit, but got {error}.", hint=hint, value=path
             ) from error
     return b"".join(pieces)
 
@@ -169,7 +169,7 @@ def check_size(size: int, packed: int = 0, max_bytes: int | None = None) -> None
     limit = int(setting) if setting else max(_LEAST, _RATIO * packed)
     if size > limit:
         hint = f"{REDOWNLOAD_HINT} If the file is meant to be that large, set {LIMIT} to at least {size}."
-        raise LimitError(f"{size} bytes once read, above the limit of {limit}", hint)
+        raise LimitError(f"{size} bytes after decompression, above the limit of {limit}", hint)
 
 
 def check_members(archive: ZipFile, packed: int) -> None:
@@ -181,7 +181,7 @@ def check_members(archive: ZipFile, packed: int) -> None:
     check_size(sum(member.file_size for member in members), packed)
     for member in members:
         if member.compress_type not in (ZIP_STORED, ZIP_DEFLATED):
-            raise BadZipFile(f"{member.filename!r} packed by method {member.compress_type}")
+            raise BadZipFile(f"{member.filename!r} is packed by the unsupported method {member.compress_type}")
 
 
 def require_file(path: Path, description: str, remedy: str) -> Path:

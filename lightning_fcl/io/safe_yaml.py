@@ -57,7 +57,7 @@ def read_yaml(path: Path) -> Any:
     except FileNotFoundError:
         raise MissingFileError(f"Expected a YAML file at {path} but there is none.", value=path) from None
     except _LimitError as error:
-        raise InvalidValueError(f"Expected {path} to be YAML but got: {error.message}", hint=error.hint) from error
+        raise InvalidValueError(f"In {path}: {error.message}", hint=error.hint) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise InvalidValueError(f"Expected {path} to be YAML but got: {one_line(error)}.", value=path) from error
 
@@ -96,7 +96,7 @@ def parse_dataclass(kind: type[Document], content: object, source: object, **pre
         if name not in field_names:
             hint = did_you_mean(name, field_names)
             raise UnknownNameError(
-                f"Expected {', '.join(field_names)} in {source} but got {str(name)[:100]}.",
+                f"Expected the names in {source} to be among {', '.join(field_names)}, but got {str(name)[:100]}.",
                 hint=hint,
                 argument=str(name),
             )
@@ -131,7 +131,7 @@ def resolve_class(path: str) -> Any:
 
 
 def check_yaml(text: str) -> None:
-    """Raise yaml.YAMLError if a document is too large, is nested too deep, has too many values, or repeats a key."""
+    """Raise yaml.YAMLError if a document is too large, is nested too deeply, has too many values, or repeats a key."""
     if len(text) > MAX_SIZE:
         raise _LimitError(f"Expected at most {MAX_SIZE} characters but got {len(text)}.", "Shorten the document.")
     depth = 0
@@ -140,7 +140,7 @@ def check_yaml(text: str) -> None:
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_DEPTH:
             raise _LimitError(
-                f"Expected at most {MAX_DEPTH} levels of nested values, but got more.", "Nest fewer values."
+                f"Expected at most {MAX_DEPTH} levels of nested values, but got more.", "Use fewer levels."
             )
     try:
         root = yaml.compose(text, _Loader)
@@ -151,7 +151,8 @@ def check_yaml(text: str) -> None:
             )
     except RecursionError:
         raise _LimitError(
-            "Expected nested values, but a value contains itself.", "Write the value out, without an alias."
+            "Expected no value to contain itself, but a value contains itself.",
+            "Write the value out, without an alias.",
         ) from None
 
 
@@ -168,7 +169,9 @@ def _size(node: yaml.Node, size_by_id: dict[int, int]) -> int:
             name = key.value if isinstance(key, yaml.ScalarNode) else id(key)
             if name in seen_keys and name != "<<":  # PyYAML silently keeps the last value
                 line = key.start_mark.line + 1
-                raise _LimitError(f"Expected each key once but got `{name}` again in line {line}.", "Leave one out.")
+                raise _LimitError(
+                    f"Expected each key once but got `{name}` again in line {line}.", "Remove one of the two keys."
+                )
             seen_keys.add(name)
         children = node.value if isinstance(node, yaml.CollectionNode) else []
         parts = [part for child in children for part in (child if isinstance(child, tuple) else (child,))]

@@ -140,7 +140,7 @@ def test_damaged_checkpoint_error_suggests_earlier_one(tiny, tmp_path, error_of,
     for command in ("fit", "test"):
         error = error_of([command, *tiny, "--out", str(out), "--ckpt_path", str(last)])
         assert f"Expected an undamaged checkpoint of tensors and plain values at {last}" in error
-        assert f"Use {first}, the newest undamaged one there." in error
+        assert f"Use {first}, the newest undamaged checkpoint there." in error
     assert newest_checkpoint(out / "checkpoints") == first
 
 

@@ -91,7 +91,7 @@ FIT = [
         "ambiguous.yaml",
         "Write the full name of one of them: lightning_fcl.models.small.MLP,",
     ),
-    ("again.yaml", "Expected each key once but got `trainer` again in line 2. Leave one out."),
+    ("again.yaml", "Expected each key once but got `trainer` again in line 2. Remove one of the two keys."),
     ("shorthand.yaml", "Expected {class_path: lightning_fcl.callbacks.EWC, init_args: {...}}, but got {'lightning_fcl"),
     ("early.yaml", "a logged metric, but got server/acuracy. Did you mean server/accuracy?"),
     ("best.yaml", "a logged metric, but got server/acuracy. Did you mean server/accuracy?"),

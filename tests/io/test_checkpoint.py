@@ -81,7 +81,7 @@ def test_read_checkpoint_damaged_raises_and_names_the_newest_undamaged(tmp_path,
         read_checkpoint(read, path)
     assert not marker.exists()
     if newest_checkpoint(tmp_path) != path:  # Some changed zip files are still valid checkpoints.
-        assert str(refused.value).endswith(f"Use {tmp_path / 'new.ckpt'}, the newest undamaged one there.")
+        assert str(refused.value).endswith(f"Use {tmp_path / 'new.ckpt'}, the newest undamaged checkpoint there.")
 
 
 def test_read_checkpoint_folder_or_missing_file_raises(tmp_path):
@@ -97,7 +97,7 @@ def test_read_checkpoint_above_the_size_limit_raises_before_reading(tmp_path, mo
     (tmp_path / "last.ckpt").write_bytes(archive(STATE))
     monkeypatch.setenv("LIGHTNING_FCL_MAX_BYTES", "100")
     with pytest.raises(
-        ValueError, match=r"bytes once read, above the limit of 100\)\. .* set LIGHTNING_FCL_MAX_BYTES to"
+        ValueError, match=r"bytes after decompression, above the limit of 100\)\. .* set LIGHTNING_FCL_MAX_BYTES to"
     ):
         read_checkpoint(lambda path: pytest.fail("it was read"), tmp_path / "last.ckpt")
 
@@ -157,10 +157,10 @@ def test_get_run_checkpoint_missing_or_damaged_raises_with_reason(tmp_path):
     checkpoint.parent.mkdir()
     for content in (b"", whole[:-1], whole[: len(whole) // 2]):
         checkpoint.write_bytes(content)
-        assert "but all are damaged: last.ckpt" in message(DamagedFileError)
+        assert "but each checkpoint is damaged: last.ckpt" in message(DamagedFileError)
     checkpoint.unlink()
     os.mkfifo(checkpoint)
-    assert "but all are damaged: last.ckpt" in message(DamagedFileError)
+    assert "but each checkpoint is damaged: last.ckpt" in message(DamagedFileError)
     checkpoint.with_name("first.ckpt").write_bytes(whole)
     assert get_run_checkpoint(run) == checkpoint.with_name("first.ckpt")
 

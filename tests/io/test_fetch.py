@@ -63,7 +63,9 @@ def test_source_download_without_folder_keeps_the_file(tmp_path, serve):
 def test_source_download_failed_names_the_path_for_the_file(tmp_path, serve, folder, then):
     served = serve(source("x.zip", folder=folder), "x.zip", b"")[0]
     place = tmp_path / "data" / "x" / "x.zip"
-    with pytest.raises(ConnectionError, match=f"{re.escape(f'or download it by hand to {place}{then}')}$") as caught:
+    with pytest.raises(
+        ConnectionError, match=f"{re.escape(f'or download the file by hand to {place}{then}')}$"
+    ) as caught:
         replace(served, url=served.url.replace("x.zip", "missing.zip")).download(tmp_path / "data")
     assert "404" in str(caught.value)
 

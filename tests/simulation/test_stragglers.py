@@ -395,7 +395,7 @@ def test_recipe_with_fedbuff_reports_simulated_time(recipe, tmp_path, capsys):
     assert lines[0][-1] == "simulated_time"
     assert float(lines[-1][-1]) == pytest.approx(total)
     page = (tmp_path / "out" / "report.html").read_text()
-    assert f"<td>{total:.1f} s</td><td>duration by the clock of the timing simulation" in page
+    assert f"<td>{total:.1f} s</td><td>simulated duration of the run" in page
     assert "<td>0</td><td>number of late uploads in the timing simulation" in page
     assert "simulated time since the start (s)" in page
     strategy = yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())["trainer"]["strategy"]

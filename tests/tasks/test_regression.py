@@ -203,7 +203,7 @@ def test_regressor_report_and_csv_name_the_measures(fit, tmp_path, domains):
     write_results(tmp_path, results)
     page, comparison = render_report(results), compare_page({"a run": [results]})
     assert "<dt>final_R2</dt><dd>R2 on the whole test set after the last round; higher is better</dd>" in page
-    assert "<dt>forgetting_MSE</dt><dd>loss of MSE on the earlier tasks since their best value" in page
+    assert "<dt>forgetting_MSE</dt><dd>worsening of MSE on earlier tasks since the best value" in page
     for text in (page, comparison):
         said = re.sub("<script>.*?</script>", "", text, flags=re.DOTALL)
         assert "MSE" in said and "accuracy" not in said.lower()

@@ -164,7 +164,7 @@ BOMBS = {
     "text.npz": (member(header((GIGABYTES,), "<U0")), f"<U0 of shape ({GIGABYTES},) in the 128 bytes"),
     "long.npz": (member(header((), "-" * 9000)), "Header info length"),
     "deep.npz": (zipped(np.lib.format.magic(1, 0) + b"\x84\x03{'descr': " + b"(" * 890), "but got: "),
-    "packing.npz": (npz(True).replace(b"\x08\x00", b"\x0e\x00"), "packed by method 14"),
+    "packing.npz": (npz(True).replace(b"\x08\x00", b"\x0e\x00"), "packed by the unsupported method 14"),
     "rgb.png": (png(60_000), "exceeds limit"),
     "jpeg.png": (jpeg(60_000), "exceeds limit"),
     "ppm.png": (b"P6 60000 60000 255\n", "exceeds limit"),

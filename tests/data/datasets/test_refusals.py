@@ -65,7 +65,7 @@ def test_missing_dataset_raises_with_instructions(tmp_path, name):
     (tmp_path / "people" / "IMG_0001.jpg").touch()
     message = (
         f"Expected {title} below `root`, but found nothing in {tmp_path}. {advice.format(name=name, root=tmp_path)} "
-        f"point LIGHTNING_FCL_DATA at the folder that holds {holds}."
+        f"set LIGHTNING_FCL_DATA to the folder that contains {holds}."
     )
     source = SOURCES[name]
     calls = [datasets.load_dataset, datasets.verify, lambda _, root: source.find(root)]
