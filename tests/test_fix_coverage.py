@@ -50,7 +50,7 @@ TRIED_ELSEWHERE: dict[str, list[str]] = {
     ". The client then starts without the state that it kept.": [
         "tests/deployment/test_node_files.py::test_damaged_needed_state_raises_with_working_fix",
     ],
-    "Set them next to `data`, for example data=": [
+    "Set them next to `data`": [
         "tests/deployment/test_node_data.py::test_recipe_table_sets_columns_classes_and_scale",
     ],
     "Name the file of this client.": [

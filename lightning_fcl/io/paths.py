@@ -24,7 +24,7 @@ def safe_join(folder: Path, *names: object) -> Path:
     Each part of a name must refer to the same file on every operating system. A part is rejected in these cases:
 
     - It is empty, ``..``, or a reserved name such as ``con``.
-    - It contains ``\\``, one of ``: * ? " < > |``, or a character that is not printable.
+    - It contains a backslash, one of ``: * ? " < > |``, or a character that is not printable.
     - It ends in a space or a dot.
     - It is not in Unicode form NFKC.
     - It is longer than 240 bytes.
