@@ -226,8 +226,8 @@ class NodePool:
         if not self.members.has_enough_answers:
             raise InvalidStateError(
                 f"{fewer}).",
-                hint="Start the nodes of these clients and then the server again. The server resumes from its newest "
-                "checkpoint.",
+                hint="Start the nodes of these clients, and then start the server again. The server resumes from its "
+                "newest checkpoint.",
             )
         if num_accepted < min_answers:
             log.warning("%s). The run continues with these uploads.", fewer)

@@ -294,6 +294,6 @@ def test_node_reads_only_its_own_file(rehearsal, wire, same):
 def test_write_split_missing_loader_settings_raises(tmp_path):
     from waves import Waves
 
-    message = r"^Expected the recipe to name `shuffle`, `drop_last`.* of Waves\. Write `shuffle: false`\.$"
+    message = r"^Expected the recipe to set `shuffle`, `drop_last`.* of Waves\. Write `shuffle: false`\.$"
     with pytest.raises(ValueError, match=message):
         write_split(FederatedStream(Waves(), ClassIncremental(2), batch_size=8), tmp_path)
