@@ -276,7 +276,9 @@ ROWS |= {
         {"words": "cp quickstart mine.yaml --force"},
         "or pass `--force`",
     ),
-    "killed worker process": Row(run_twice, {"workers": 2}, {"workers": 1}, "use fewer `--workers`", InvalidStateError),
+    "killed worker process": Row(
+        run_twice, {"workers": 2}, {"workers": 1}, "use fewer workers with `--workers`", InvalidStateError
+    ),
     "search without trials": Row(
         read_search, {"trials": None}, {"trials": 3}, "Set `trials`, or pass `--trials`", argument="trials"
     ),

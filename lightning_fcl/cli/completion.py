@@ -43,7 +43,7 @@ class Completion(Command):
             load_command(class_path).arguments(commands.add_parser(name, help=summary, conflict_handler="resolve"))
         preamble = _PREAMBLE[options.shell] % (_RECIPES, " ".join(list_recipes()))
         script = shtab.complete(whole, options.shell, preamble={options.shell: preamble})
-        # zsh reads the first line only in files on its search path. A script for `eval` must call `compdef` itself.
+        # zsh reads the line `#compdef` only in files on its search path. A script for `eval` must call `compdef`.
         print(f"{script}\ncompdef _shtab_lightning_fcl lightning-fcl" if options.shell == "zsh" else script)
 
 

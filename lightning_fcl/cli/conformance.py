@@ -20,7 +20,7 @@ class Conformance(Command):
 
     def arguments(self, parser: ArgumentParser) -> None:
         parser.add_argument(
-            "target", metavar="METHOD_OR_FILE", help="check a method by name, a Python file, or a class path"
+            "target", metavar="METHOD_OR_FILE", help="check this method: a name, a Python file or a class path"
         )
         parser.add_argument("--method", metavar="NAME", help="set the name of the method that the class implements")
 
@@ -35,4 +35,4 @@ class Conformance(Command):
                 print(f"{kind.__name__:16} {statement}: {outcome}", flush=True)
         print(f"{num_tried - num_failed} of {num_tried} statements hold.")
         if num_failed:
-            raise InvalidValueError(f"Expected every statement to hold, but {num_failed} of {num_tried} do not hold.")
+            raise InvalidValueError(f"Expected every statement to hold, but {num_failed} of {num_tried} failed.")

@@ -24,7 +24,9 @@ class Data(Command):
 
     def arguments(self, parser: ArgumentParser) -> None:
         parser.add_argument("action", choices=("ls", "verify", "download", "show", "clear-features"))
-        parser.add_argument("names", nargs="*", help="select datasets (default: all); with show: recipes")
+        parser.add_argument(
+            "names", nargs="*", help="select datasets to verify or download (default: all), or recipes to show"
+        )
         parser.add_argument(
             "--out", type=Path, metavar="FILE.png", help="with show: plot the samples per round and client"
         )
@@ -46,7 +48,7 @@ class Data(Command):
             from lightning_fcl.data.feature_cache import clear_features
 
             files, size = clear_features()
-            print(f"Deleted {files} files of cached features, {size:,} bytes.")
+            print(f"Deleted cached features: number of files {files}, size {size:,} bytes.")
             return
         dataset_descriptions = datasets.list_datasets()
         if options.action == "ls":

@@ -43,7 +43,9 @@ class Deploy(Command):
             from lightning_fcl.deployment.clock import check_clock
 
             seconds = check_clock(options.superlink, options.root_certificates, options.insecure)
-            print(f"The clock of this machine is {seconds:+.0f} s from the SuperLink's. Flower accepts the difference.")
+            print(
+                f"Clock of this machine minus clock of the SuperLink: {seconds:+.0f} s. Flower accepts this difference."
+            )
             return
         if options.what == "executor":
             from lightning_fcl.deployment.node import run_executor

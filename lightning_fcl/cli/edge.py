@@ -34,13 +34,21 @@ class DeviceReport(Command):
         add("--config", action="append", default=[], help="add a recipe that overrides the recipes before it")
         add("--profile", default="gap9-lpm", help="set the device, by name or YAML file (default: gap9-lpm)")
         add("--link", default="uwb-loco", help="set the link, by name or YAML file (default: uwb-loco)")
-        add("--nodes", type=int, metavar="N", help="set the number of nodes per round (default: recipe, or 3)")
-        add("--samples", type=int, metavar="N", help="set the number of samples per epoch (default: recipe, or 28)")
+        add("--nodes", type=int, metavar="N", help="set the number of nodes per round (default: from the recipe, or 3)")
+        add(
+            "--samples",
+            type=int,
+            metavar="N",
+            help="set the samples per node and epoch (default: from the recipe, or 28)",
+        )
         add("--input", metavar="1,64,48", help="set the shape of a sample (default: from the data)")
         add("--out", type=Path, help="write device.json and device.md to this folder")
 
     def run(self, options: Namespace) -> None:
-        """Print the report. Values without an option `--input`, `--samples` or `--nodes` come from the recipe."""
+        """Print the report. With `--out`, also write the report to files.
+
+        If `--input`, `--samples` or `--nodes` is missing, its value comes from the data of the recipe.
+        """
         from lightning_fcl.callbacks.pretrain import BaseSession
         from lightning_fcl.edge.report import device_report, report_text
         from lightning_fcl.models.quantization import fold_batchnorm
@@ -51,7 +59,7 @@ class DeviceReport(Command):
             shape = tuple(int(size) if size.isdecimal() else 0 for size in options.input.split(","))
             if min(shape) < 1:
                 raise InvalidValueError(
-                    f"Expected `--input` to be sizes separated by commas, but got {options.input}.",
+                    f"Expected `--input` to be positive sizes separated by commas, but got {options.input}.",
                     hint="Write the sizes as in `--input 1,64,48`.",
                 )
         parts = load_recipe(find_recipes([*options.recipes, *options.config]))
@@ -83,10 +91,10 @@ class DeviceReport(Command):
 
 
 def _get_data_sizes(parts: LoadedRecipe, required: bool) -> tuple[tuple[int, ...], int, int]:
-    """Return the shape of a sample, the mean number of samples per client and round, and the clients per round.
+    """Return the sample shape, the mean number of samples per client and round, and the number of clients per round.
 
-    The number of clients per round is the smaller of the participation and the largest number of clients in a round. If
-    the dataset is missing and not required, the result contains defaults and an empty shape.
+    The number of clients per round is the participation as a number, but at most the largest number of clients in a
+    round. If the dataset is missing and not required, the result contains defaults and an empty shape.
 
     Raises:
         MissingFileError: If the dataset is missing, and ``required`` is True.

@@ -66,8 +66,8 @@ class Fit(Command):
             help="train a recipe by name or file, or resume a run folder",
         )
         add("--config", action="append", default=[], metavar="RECIPE", help="add a recipe")
-        add("--out", help="set the output folder (default: runs/RECIPE)")
-        add("--seed_everything", metavar="SEED", help="set the random seed (default: 0)")
+        add("--out", help="set the output folder (default: `out` of the recipe, or runs/RECIPE)")
+        add("--seed_everything", metavar="SEED", help="set the random seed (default: from the recipe, or 0)")
         add("--ckpt_path", metavar="FILE", help="resume from this checkpoint")
         add("--model.pretrained", dest="pretrained", metavar="NAME", help="start from a network of the zoo")
 
@@ -178,7 +178,9 @@ class _Help(Action):
         homes = {name: package for package in _HELPED for name in public_summaries(package)}
         if short not in homes:
             hint = did_you_mean(short, homes)
-            raise UnknownNameError(f"Expected --help= with a class of lightning-fcl, but got {values}.", hint=hint)
+            raise UnknownNameError(
+                f"Expected --help= with a public name of lightning-fcl, but got {values}.", hint=hint
+            )
         target_object = getattr(import_module(homes[short]), short)
         lines = ",\n    ".join(map(str, inspect.signature(target_object).parameters.values()))
         print(f"{homes[short]}.{short}(\n    {lines},\n)\n\n{inspect.getdoc(target_object)}")
@@ -188,7 +190,7 @@ class _Help(Action):
 def _published(name: str) -> dict[str, str]:
     """Return the settings that replace the network of a recipe by a published network.
 
-    The settings contain the full name of the network, so that ``config.yaml`` records it.
+    The settings contain the full name of the network, so that ``config.yaml`` contains this name, too.
     """
     from lightning_fcl.zoo.model_entry import read_folder
     from lightning_fcl.zoo.registry import resolve_folder
@@ -288,13 +290,13 @@ def flatten_recipe(row: Row) -> str:
 
 
 def _typed(setting: Setting) -> Setting:
-    """Return a setting with its text converted to a number, list or dictionary, as if a file contained the text.
+    """Return a setting with its text converted to a number, list or other value, as if a file contained the text.
 
     A text that is not valid JSON or YAML is not converted.
     """
     text = setting.value
     if isinstance(text, str):
-        with suppress(ValueError, YAMLError):  # A text that is not a valid JSON or YAML value is not converted.
+        with suppress(ValueError, YAMLError):
             return Setting(setting.name, load_yaml(text) if text[:1] in ("{", "[") else json.loads(text))
     return setting
 
@@ -331,7 +333,10 @@ def _styled(value: Any, styles: Sequence[Any]) -> Any:
 
 
 def _quoted(value: Any) -> Any:
-    """Return a text with quotes if YAML would read the unquoted text as another type, such as ``on``."""
+    """Return a text such as ``on`` with quotes, because YAML would read it as another type.
+
+    Any other value is returned unchanged.
+    """
     with suppress(YAMLError):
         return SingleQuotedScalarString(value) if isinstance(value, str) and load_yaml(value) != value else value
     return value

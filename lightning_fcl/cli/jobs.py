@@ -133,7 +133,10 @@ class Failure:
 
     @classmethod
     def read(cls, job: Job) -> Failure | None:
-        """Return the failure of a job, or None if the job did not fail. Old files contain only the message."""
+        """Return the failure in the folder of a job, or None if the folder contains no failure of this job.
+
+        Files that an older version has written contain only the message.
+        """
         file = job.out / _FAILURE
         if not job.has_written(job.out) or not file.is_file():
             return None
@@ -149,7 +152,7 @@ class Failure:
         write_atomic(job.out / _FAILURE, yaml.safe_dump(asdict(self), sort_keys=False, allow_unicode=True, width=500))
 
     def is_like(self, other: Failure) -> bool:
-        """Return whether two failures have the same exception class and code. False if both values are unknown."""
+        """Return whether two failures have the same exception class and code. False if both are empty."""
         kind = (self.error, self.code)
         return any(kind) and kind == (other.error, other.code)
 
@@ -169,12 +172,10 @@ def run_jobs(jobs: Sequence[Job], workers: int | None) -> None:
     todo = [job for job in jobs if not is_finished(job)]
     num_finished = len(jobs) - len(todo)
     if num_finished:
-        print(f"{num_finished} of {len(jobs)} runs are already finished.", file=sys.stderr)
+        print(f"Already finished: {num_finished} of {len(jobs)} runs.", file=sys.stderr)
 
     def so_far() -> str:
-        return (
-            f"{num_finished} of {len(jobs)} runs are finished. Run the same command again to resume the remaining runs."
-        )
+        return f"Finished: {num_finished} of {len(jobs)} runs. Run the same command again to resume the remaining runs."
 
     with print_resume_hint_on_stop(so_far):
         if min(workers or os.cpu_count() or 1, len(todo)) <= 1:
@@ -192,7 +193,7 @@ def run_jobs(jobs: Sequence[Job], workers: int | None) -> None:
 
 @contextmanager
 def print_resume_hint_on_stop(how_to_go_on: Callable[[], str]) -> Iterator[None]:
-    """Temporarily print the text of ``how_to_go_on`` if a signal stops the command.
+    """Temporarily print the text that ``how_to_go_on`` returns if a signal stops the command.
 
     The text contains the number of finished runs, and how to resume the remaining runs.
     """
@@ -217,7 +218,7 @@ def run_parallel(
 
     Raises:
         InvalidStateError: If a worker process was killed.
-        Stopped: If this process received a signal. All workers are ended before.
+        Stopped: If this process received a signal. All workers have ended before the error is raised.
     """
     workers = min(workers or os.cpu_count() or 1, len(jobs))
     if workers <= 1:
@@ -243,7 +244,7 @@ def run_parallel(
         if not stop.signal:
             raise InvalidStateError(
                 "Expected all workers to finish their runs, but a worker was killed, possibly because memory ran out.",
-                hint="Run the same command again. To need less memory, use fewer `--workers`.",
+                hint="Run the same command again. To reduce memory, use fewer workers with `--workers`.",
             ) from error
     finally:  # The exit of a `with` block would run the queued jobs after an error.
         pool.shutdown(cancel_futures=True)

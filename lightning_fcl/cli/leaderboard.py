@@ -23,7 +23,7 @@ from lightning_fcl.runs.paper_rows import (
 
 
 class Leaderboard(Command):
-    """Train methods under the same protocols, and write a table and a chart for each protocol.
+    """Train methods under the same protocols, and write a table of all protocols and a chart for each protocol.
 
     To use the results of --search, copy OUT/searches/best to recipes/leaderboard/best.
     """
@@ -32,15 +32,20 @@ class Leaderboard(Command):
         add = parser.add_argument
         add("--protocols", help='select protocols by prefix, as in "P4,P7" (default: all)')
         add("--methods", help="select methods, separated by commas (default: all)")
-        add("--seeds", type=int, default=3, metavar="N", help="train with the seeds 0..N-1 (default: 3)")
-        add("--out", type=Path, default=Path("runs/leaderboard"), help="set the folder (default: runs/leaderboard)")
+        add("--seeds", type=int, default=3, metavar="N", help="train with N seeds, 0 to N-1 (default: 3)")
+        add(
+            "--out",
+            type=Path,
+            default=Path("runs/leaderboard"),
+            help="set the output folder (default: runs/leaderboard)",
+        )
         add("--workers", type=int, metavar="N", help="set the number of processes (default: CPU cores)")
         add(
             "--search",
             action="store_true",
-            help="search for the hyperparameters of the methods",
+            help="only search for the hyperparameters of the methods",
         )
-        add("--finished-only", action="store_true", help="write the tables of finished runs, without training")
+        add("--finished-only", action="store_true", help="write the table of finished runs, without training")
 
     def run(self, options: Namespace) -> None:
         from lightning_fcl.evaluation.charts import write_png
@@ -72,7 +77,7 @@ class Leaderboard(Command):
                 print(f"{name}\n\n{table_text}\n")
             if chart := leaderboard_chart(table, name, protocols[name]):
                 write_png(out / f"{slug(name)}.png", chart)
-        print(f"{len(runs)} runs\nTable: {as_json}\nCharts: {out}/*.png\nRuns: {out}/*/seed-*/report.html")
+        print(f"Runs: {len(runs)}, in {out}/*/seed-*/report.html\nTable: {as_json}\nCharts: {out}/*.png")
 
 
 def search_settings(folder: Path, searches: Mapping[str, str], out: Path, workers: int | None) -> None:

@@ -54,7 +54,9 @@ class Ls(Command):
         parser.add_argument(
             "kind", nargs="?", metavar="KIND", help="list items of this kind (default: count the items of all kinds)"
         )
-        parser.add_argument("pattern", nargs="?", default="", help='select by part of a name or pattern: "flwf/*-ex"')
+        parser.add_argument(
+            "pattern", nargs="?", default="", help='select by part of a name, or a pattern ("flwf/*-ex")'
+        )
         parser.add_argument("--json", action="store_true", help="print the output as JSON")
 
     def run(self, options: Namespace) -> None:
@@ -72,7 +74,9 @@ class Ls(Command):
         if not matching_descriptions:
             hint = did_you_mean(options.pattern, descriptions)
             raise UnknownNameError(
-                f"Expected {options.kind} with {options.pattern!r} in the name, but there are none.", hint=hint
+                f"Expected `lightning-fcl ls {options.kind}` to list a name with {options.pattern!r}, "
+                "but no name matches.",
+                hint=hint,
             )
         if options.json:
             print(json.dumps(matching_descriptions, indent=1, ensure_ascii=False))

@@ -10,7 +10,7 @@ from lightning_fcl.io.reading import read_text
 
 
 def public_summaries(package: str, base: str = "") -> dict[str, str]:
-    """Return the first docstring line of each public class and function of a package or module.
+    """Return the first docstring line of each public class and function of a package or module, by name.
 
     Args:
         package: Full name of the package or module, such as ``"lightning_fcl.methods"``.
@@ -40,7 +40,10 @@ def public_summaries(package: str, base: str = "") -> dict[str, str]:
 
 
 def _modules_of_names(package: str) -> dict[str, str]:
-    """Return the module of each public name of a package, read from the stub, or from the source if there is none."""
+    """Return the module of each public name of a package, by name.
+
+    The names are read from the stub, or from the source if there is no stub.
+    """
     source = _source_file(package)
     stub = source.with_suffix(".pyi")
     modules: dict[str, str] = {}

@@ -32,7 +32,9 @@ from lightning_fcl.validation import did_you_mean
 
 
 class Command(ABC):
-    """A subcommand. In the help, the first paragraph of a subclass's docstring is the description, the rest the epilog.
+    """A subcommand.
+
+    In the help, the first paragraph of a subclass's docstring is the description. The rest is the epilog.
 
     Attributes:
         takes_settings: Whether the command accepts settings of a recipe, such as ``--data.batch_size 16``.
@@ -51,8 +53,8 @@ class Command(ABC):
         """Run the command.
 
         Args:
-            options: Parsed arguments. ``options.words`` contains the words of the command line. ``options.layers``
-                contains the files and settings of a recipe that these words specify.
+            options: Parsed arguments. ``options.words`` contains the words after the name of the command.
+                ``options.layers`` contains the files and settings of a recipe that these words specify.
         """
 
 
@@ -142,15 +144,17 @@ def _run_command(arguments: Sequence[str] | None) -> None:
         hint = did_you_mean(command, COMMANDS)
         parser.error(f"Expected COMMAND to be one of {', '.join(COMMANDS)}, but got {command}.{hint}")
     if sys.flags.optimize > 1:
-        message = "Expected Python with docstrings, which charts and options need, but got PYTHONOPTIMIZE=2."
-        parser.exit(2, f"lightning-fcl: error: {message} Unset PYTHONOPTIMIZE, or set it to 1.\n")
-    # Recipes can name classes of modules in the working directory, as under `python -m`. Workers inherit this path. The
-    # path comes last, so that its files do not shadow installed modules. The folder of the recipe is not added, so that
-    # the `config.yaml` of a run imports the same modules as the recipe.
+        message = "Expected Python with docstrings, which charts and options need, but got Python without docstrings."
+        parser.exit(2, f"lightning-fcl: error: {message} Unset PYTHONOPTIMIZE, and run Python without -OO.\n")
+    # Recipes can name classes of modules in the working directory, as under `python -m`. Workers inherit `sys.path`.
+    # The working directory comes last, so that its files do not shadow installed modules. The folder of the recipe is
+    # not added, so that the `config.yaml` of a run imports the same modules as the recipe.
     try:
         working_folder = str(Path.cwd())
     except FileNotFoundError:
-        parser.exit(2, "lightning-fcl: error: Expected a working directory, but it was deleted. Change to another.\n")
+        parser.exit(
+            2, "lightning-fcl: error: Expected a working directory, but it was deleted. Change to another folder.\n"
+        )
     if working_folder not in sys.path:
         sys.path.append(working_folder)
     command_parser = argparse.ArgumentParser(
@@ -188,12 +192,12 @@ def _run_command(arguments: Sequence[str] | None) -> None:
             foreseen = isinstance(error, _FORESEEN)
             if stop.signal and not foreseen:
                 # The error may be a consequence of the signal, because other processes received it, too.
-                exit_now(stop.signal, "stopped during a round. Resume from the newest checkpoint.")
+                exit_now(stop.signal, "stopped after a signal. Resume from the newest checkpoint, if there is one.")
             if os.environ.get("LIGHTNING_FCL_TRACEBACK"):
                 raise
             if isinstance(error, MemoryError) or match_error(error, LibraryError.NO_MEMORY):
-                need = "Expected more memory, but the machine or a limit has none left. Raise the limit (ulimit -v)"
-                parser.exit(2, f"lightning-fcl: error: {need}, or use fewer --workers or a smaller `batch_size`.\n")
+                need = "Expected more memory, but no memory is left. Raise the memory limit (ulimit -v) if there is one"
+                parser.exit(2, f"lightning-fcl: error: {need}, or reduce `--workers` or `batch_size`.\n")
             if not foreseen:
                 parser.exit(1, _write_traceback(error, words))
             traceback_hint = "(Set LIGHTNING_FCL_TRACEBACK=1 to see the traceback.)"
@@ -273,7 +277,10 @@ def _write_traceback(error: Exception, words: Sequence[str]) -> str:
 
 
 def _origin(error: Exception) -> traceback.FrameSummary:
-    """Return the last frame of an error's traceback in a file of the user. Without such a frame, return the last."""
+    """Return the last frame of an error's traceback that is in a file of the user.
+
+    If there is no such frame, return the last frame.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     installed = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")] + [
         str(Path(__file__).parents[1])
@@ -287,7 +294,10 @@ def _origin(error: Exception) -> traceback.FrameSummary:
 
 
 def _without_secrets(text: str, words: Sequence[str]) -> str:
-    """Return a text with names of variables in place of the secrets of a command line and of the recipes in it."""
+    """Return a text with names of variables in place of secrets.
+
+    The secrets are those in a command line, and in the recipe files and run folders that the command line names.
+    """
     secrets = words_without_secrets(words)[1]
     for word in words:
         path = Path(word.partition("=")[2] if word.startswith("--config=") else word)

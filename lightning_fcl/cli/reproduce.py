@@ -30,8 +30,8 @@ from lightning_fcl.validation import did_you_mean
 class Reproduce(Command):
     """Train the recipes of a paper over several seeds, and write its table and figures.
 
-    Runs in the recipe folder are reused if their fingerprint (recipe, seed and version) is the same. The folder is
-    recipes/PAPER/SCALE, or recipes/PAPER for the scale "paper". It contains the same files as --out: one folder per run
+    Runs in the recipe folder are reused if they have the fingerprint (recipe, seed and version) of the requested runs.
+    The folder is recipes/PAPER/SCALE, or recipes/PAPER for the scale "paper". It has one folder per run, as in --out,
     with results.json and the fingerprint.
     """
 
@@ -39,7 +39,7 @@ class Reproduce(Command):
         add = parser.add_argument
         add("paper", help="select the paper: a folder of recipes such as flwf")
         add("--rows", help="select rows of the table, separated by commas (default: all)")
-        add("--seeds", type=int, default=1, metavar="N", help="train with the seeds 0..N-1 (default: 1)")
+        add("--seeds", type=int, default=1, metavar="N", help="train with N seeds, 0 to N-1 (default: 1)")
         add(
             "--scale",
             choices=("smoke", "small", "medium", "paper"),
@@ -50,7 +50,7 @@ class Reproduce(Command):
             "--tasks",
             type=int,
             metavar="N",
-            help="train only the first N tasks; a later run can resume",
+            help="train only the first N tasks; to continue, use a larger N",
         )
         add("--out", type=Path, help="set the output folder (default: runs/PAPER-SCALE)")
         add("--workers", type=int, metavar="N", help="set the number of processes (default: CPU cores)")
@@ -105,7 +105,7 @@ def run_rows(
     workers: int | None,
     only_finished: bool,
 ) -> dict[str, list[Job]]:
-    """Train rows of a paper's table, and return the runs by row.
+    """Train rows of a paper's table, and return the jobs of each row, by row.
 
     Finished runs, and runs in the recipe folder with the same fingerprint, are not trained again.
 
@@ -174,7 +174,7 @@ def _write(
     if figure_paths:
         print(f"Figures: {', '.join(map(str, figure_paths))}")
     page = write_atomic(out / "report.html", compare_page(results, table))
-    print(f"{len(all_results)} runs\nTable: {markdown} and {as_json}\nReport: {page}\nRuns: {out}/*/seed-*/report.html")
+    print(f"Runs: {len(all_results)}, in {out}/*/seed-*/report.html\nTable: {markdown} and {as_json}\nReport: {page}")
 
 
 def reuse_committed_runs(jobs: Sequence[Job], out: Path, committed: Path) -> None:
@@ -187,9 +187,11 @@ def reuse_committed_runs(jobs: Sequence[Job], out: Path, committed: Path) -> Non
         try:
             results = read_results(source)
             if not job.has_written(source):
-                reason = f"Expected a run of this recipe, seed and version in {source}, but its fingerprint differs."
+                reason = f"Expected a run of this recipe, seed and version in {source}, but the fingerprint differs."
             elif job.needs_run(results):
-                reason = f"Expected a run of all requested tasks in {source}, but it has only {results['tasks']} tasks."
+                reason = (
+                    f"Expected a run of all requested tasks in {source}, but it has only the first {results['tasks']}."
+                )
         except ValueError as error:
             reason = str(error)
         if reason:

@@ -35,18 +35,18 @@ class Search:
     Args:
         configs: Recipe files, relative to the search file. Later files override earlier files.
         objective: Name of the metric to optimize, as in ``results.json``.
-        space: For each path in the recipe, a list of choices, or ``{low, high}`` with ``step`` or ``log``.
+        space: For each path in the recipe, a list of choices, or ``{low, high}``, optionally with ``step`` or ``log``.
         trials: Number of trials. The grid sampler runs the whole grid by default.
         sampler: Sampler of the hyperparameters.
         seeds: Number of seeds per trial. The objective is the mean over the seeds.
-        direction: Direction of better values. By default, the direction of the metric.
+        direction: Whether larger (``maximize``) or smaller values are better. By default, the direction of the metric.
         eval_split: Samples on which the objective is measured.
-        variants: Cases: separate searches with their own fixed settings. The key is the name of the case.
+        variants: Fixed settings of each case, by the name of the case. Each case is a separate search.
         first_seed: First seed of each trial.
         scale: Scale of the row in ``rows.yaml``, if a row is searched.
         recipe: The recipe whose hyperparameters are searched: the recipe of the row, and the files of ``configs``.
         case: Name of the selected case of ``variants``.
-        points: Points from another search, for the grid sampler. By default, all points of ``space`` are tried.
+        points: Points from another search, for the grid sampler. By default, the grid has all points of ``space``.
     """
 
     configs: list[str]
@@ -84,7 +84,7 @@ class Search:
             object.__setattr__(self, "direction", self._metric_direction())
         if twice := sorted({*self.case_overrides} & {*self.space}):
             raise InvalidValueError(
-                f"Expected settings in `space` or in `variants`, but got {twice[0]} in both.",
+                f"Expected each setting in only one of `space` and `variants`, but got {twice[0]} in both.",
                 hint=f"Remove {twice[0]} from one of them.",
             )
         _ = self.distributions  # Raises an error for an invalid line of `space`.
@@ -112,7 +112,7 @@ class Search:
                 Settings of the row that are searched or fixed by the case are ignored.
 
         Raises:
-            InvalidValueError: If the file does not contain a mapping, or is a recipe.
+            InvalidValueError: If the file is a recipe, or if the file, `space` or a case is not a mapping.
             MissingValueError: If a recipe of ``configs`` does not exist.
         """
         content = read_yaml(path)
@@ -141,7 +141,7 @@ class Search:
         recipes = tuple(path.parent / name for name in search.configs)
         if missing := [str(recipe) for recipe in recipes if not recipe.is_file()]:
             raise MissingValueError(
-                f"Expected the recipes of `configs` in the folder of {path}, but there is no {', '.join(missing)}.",
+                f"Expected the recipes of `configs` to exist, but could not find {', '.join(missing)}.",
                 hint="Write their paths relative to the folder of the search file.",
             )
         if row is None:
@@ -151,9 +151,9 @@ class Search:
         return replace(search, recipe=Recipe((*paper_row.configs, *recipes, *settings)))
 
     def load_trials(self, file: Path) -> Search:
-        """Return this search with the trials of another search over the same space, from its ``trials.csv``.
+        """Return this search with the points of another search over the same space, read from a ``trials.csv``.
 
-        The trials are tried in the order of their objective, the best first.
+        The points are tried in the order of their objective, the best first.
         """
         expected = f"to be the trials.csv of a search for {self.objective} over the same space"
         with as_file_error(file, expected, "Pass another file with `--trials-from`."):
@@ -227,10 +227,13 @@ def _distribution(key: str, parameter_space: Any) -> BaseDistribution:
         try:
             return IntDistribution(**parameter_space) if whole else FloatDistribution(**parameter_space)
         except (ValueError, TypeError) as error:
-            problem, hint = f" ({one_line(error)})", "Choose `low` below `high`, and a `step` above 0 or `log: true`."
+            problem, hint = (
+                f" ({one_line(error)})",
+                "Choose `low` below `high`, and either `log: true` with `low` above 0, or a `step` above 0.",
+            )
     raise InvalidValueError(
-        f"Expected the space of `{key}` to be a list of choices, or {{low: ..., high: ...}} with `step: ...` or `log: "
-        f"true`, but got {parameter_space}{problem}.",
+        f"Expected the space of `{key}` to be a list of choices, or {{low: ..., high: ...}}, optionally with `step: "
+        f"...` or `log: true`, but got {parameter_space}{problem}.",
         hint=hint,
     )
 
@@ -265,10 +268,10 @@ def trial_recipe(settings: Mapping[str, Any], callbacks: Sequence[Mapping[str, A
 
 
 def validate_space(search: Search) -> list[dict[str, Any]]:
-    """Check that ``fit`` accepts the first or lowest value of each hyperparameter, and return the recipe's callbacks.
+    """Check that ``fit`` accepts the first choice or lowest value of each setting, and return the recipe's callbacks.
 
     Raises:
-        InvalidValueError: If ``fit`` rejects a setting.
+        InvalidValueError: If ``fit`` rejects a setting that is set alone.
     """
     from lightning_fcl.runs.federated_cli import as_list
     from lightning_fcl.runs.fit import resolve_recipe
@@ -284,8 +287,8 @@ def validate_space(search: Search) -> list[dict[str, Any]]:
             return error
         return None
 
-    # All settings are checked together first, which is quick. Then each setting is checked alone to name the invalid
-    # one. If only a combination of settings is invalid, its trials fail.
+    # All settings are checked together first, which is quick. If this fails, each setting is checked alone, to find the
+    # invalid setting. If only a combination of settings is invalid, its trials fail.
     for key, value in first.items() if problem(first) else ():
         if error := problem({key: value}):
             raise InvalidValueError(

@@ -50,7 +50,8 @@ from lightning_fcl.runs.recipe import Recipe
 
 _BATCH = 8  # Number of trials that TPE proposes at once. It is fixed, so that `--workers` does not change the search.
 STATES = {TrialState.COMPLETE: "complete", TrialState.FAIL: "failed"}
-_PATIENCE = 10  # The search stops if this number of first trials all fail with the same class and code.
+# The search stops after this number of failures with the same class and code, if no trial has succeeded.
+_PATIENCE = 10
 
 
 class Tune(Command):
@@ -81,7 +82,7 @@ class Tune(Command):
         add("file", type=Path, metavar="SEARCH.yaml", help="read this search file")
         add("--case", help="select a case of the search file")
         add("--row", help="search a row of the rows.yaml in the same folder")
-        add("--out", type=Path, help="set the folder (default: runs/tune-SEARCH-CASE-ROW)")
+        add("--out", type=Path, help="set the output folder (default: runs/tune-SEARCH-CASE-ROW)")
         add("--trials", type=int, metavar="N", help="set the number of trials (default: from the file)")
         add(
             "--trials-from",
@@ -110,9 +111,7 @@ class Tune(Command):
         size = _BATCH if search.sampler == "tpe" else number
 
         def so_far() -> str:
-            return (
-                f"{len(_trials(study, *STATES))} of {number} trials are finished. Run the same command again to resume."
-            )
+            return f"Finished: {len(_trials(study, *STATES))} of {number} trials. Run the same command again to resume."
 
         with print_resume_hint_on_stop(so_far), tqdm(total=number, unit="trial") as bar:
             for start in range(0, number, size):
@@ -139,10 +138,10 @@ class Tune(Command):
 def propose(
     study: optuna.Study, search: Search, seed: int, number: int, grid: Sequence[Mapping[str, Any]]
 ) -> optuna.Trial:
-    """Return the trial of a study with the number ``number``.
+    """Add a trial with the number ``number`` to a study, and return the trial.
 
-    The settings of the trial depend only on the seed and the number. With TPE, they also depend on the earlier trials.
-    With a grid, the settings are the point of the grid with this number.
+    With random search, the settings of the trial depend only on the seed and the number. With TPE, they also depend on
+    the earlier trials. With a grid, the settings are the point of the grid with this number.
     """
     draw = int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
     study.sampler = optuna.samplers.RandomSampler(draw)
@@ -235,7 +234,7 @@ def record_trial(
 
     Raises:
         InvalidValueError: If no trial has succeeded, and the first trials all failed with errors of the same class and
-            code. If the results do not contain the objective.
+            code. Also if no trial has succeeded yet, and the results of this trial do not contain the objective.
     """
     value = math.nan
     if failure is None:
@@ -258,7 +257,7 @@ def record_trial(
     is_same_failure = all(failure.is_like(other) for other in failures.values())
     if len(failures) >= _PATIENCE and is_same_failure and not _trials(study, TrialState.COMPLETE):
         raise InvalidValueError(
-            f"Expected a trial to succeed, but the first {len(failures)} trials all failed: "
+            f"Expected a trial to succeed, but the first {len(failures)} finished trials all failed: "
             f"{failure.message.rstrip('.')}.",
             hint="Correct the cause, then run the command with `--restart`.",
         )
@@ -283,7 +282,8 @@ def write_trials(
     if completed_trials.empty:
         reason = next(iter(failures.values())).message
         raise InvalidValueError(
-            f"Expected a trial to succeed, but all {len(failures)} trials failed. First failure: {reason.rstrip('.')}.",
+            f"Expected a trial to succeed, but all trials failed ({len(failures)} of {len(failures)}). "
+            f"First failure: {reason.rstrip('.')}.",
             hint="Correct the cause, then run the command with `--restart`.",
         )
     plot = charts.write_png(out / "trials.png", trials_figure(study, search))
@@ -299,7 +299,7 @@ def write_trials(
         )
     )
     print(
-        f"\n{len(completed_trials)} trials completed, {len(failures)} failed\nBest: {recipe}\nAll: {table} and {plot}"
+        f"\nTrials: {len(completed_trials)} completed, {len(failures)} failed\nBest: {recipe}\nAll: {table} and {plot}"
     )
 
 
@@ -326,7 +326,10 @@ def trials_figure(study: optuna.Study, search: Search) -> dict[str, Any]:
 
 
 def write_best(trial: FrozenTrial, number: int, search: Search, best_name: str, out: Path) -> Path:
-    """Write the recipe of the best trial, with the commands to train it and to reproduce its objective as comments."""
+    """Write the recipe of the best trial, and return its path.
+
+    Comments in the file contain the commands that train the recipe and measure its objective again.
+    """
     path = out / "best.yaml"
     configs = shlex.join(Recipe((*search.recipe.files, path, *search.recipe.settings)).words)
     first, last = search.first_seed, search.first_seed + search.seeds - 1
@@ -334,7 +337,8 @@ def write_best(trial: FrozenTrial, number: int, search: Search, best_name: str, 
     rerun_options = f" --recipe.eval_split {search.eval_split} --seed_everything {first}"
     head = (
         f"# The best of {number} trials of {best_name}, trial {trial.number}.\n# lightning-fcl fit {configs}\n"
-        f"# {search.objective} on the {search.eval_split} samples: {trial.value:.6g} ({seeds}). To reproduce it:\n"
+        f"# {search.objective} on the {search.eval_split} samples: {trial.value:.6g} ({seeds}).\n"
+        f"# The run with seed {first}:\n"
         f"# lightning-fcl fit {configs}{rerun_options}\n"
     )
     return write_atomic(path, head + read_text(out / f"trial-{trial.number:04}" / "trial.yaml"))

@@ -38,7 +38,7 @@ class Zoo(Command):
         predict = kinds.add_parser("predict", help="predict the classes of samples in a CSV file")
         predict.add_argument("name", metavar="NAME")
         predict.add_argument("file", type=Path, metavar="FILE.csv", help="read samples in order; columns are channels")
-        predict.add_argument("--rate", type=float, help="check the sampling rate of the file, in Hz")
+        predict.add_argument("--rate", type=float, help="give the sampling rate of the file in Hz, to check it")
         predict.add_argument("--json", action="store_true", help="print all probabilities, one line per sample")
         predict.set_defaults(do=_predict)
         push = kinds.add_parser("push", help="publish the network of a run")

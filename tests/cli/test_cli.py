@@ -251,7 +251,7 @@ def test_reproduce_writes_table_and_resumes(data_folder, tmp_path, capsys):
     # Simulate an interrupted run.
     (tmp_path / "fcl-ft" / "seed-1" / "results.json").unlink()
     main(words)
-    assert "3 of 4 runs are already finished" in capsys.readouterr().err
+    assert "Already finished: 3 of 4 runs." in capsys.readouterr().err
     assert (tmp_path / "fcl-ft" / "seed-0" / "results.json").stat().st_mtime_ns == stamp
     assert read_table(tmp_path / "table.json").rows == table.rows
 

@@ -36,7 +36,7 @@ def run(tmp_path):
         ("$FCL --help > /dev/full", "Expected to write to standard output, but got: [Errno 28]"),
         ("$FCL ls recipes > /dev/full", "[Errno 28] No space left on device"),
         ("mkdir gone && cd gone && rmdir ../gone && $FCL ls recipes", "Expected a working directory, but it was del"),
-        ("PYTHONOPTIMIZE=2 $FCL ls recipes", "Unset PYTHONOPTIMIZE, or set it to 1."),
+        ("PYTHONOPTIMIZE=2 $FCL ls recipes", "Unset PYTHONOPTIMIZE, and run Python without -OO."),
         ("ulimit -v 1000000; $FCL fit quickstart --out out", "Expected more memory"),
     ],
 )

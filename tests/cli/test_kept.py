@@ -59,7 +59,7 @@ def test_reproduce_reuses_committed_run(toy, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (lambda kept: (kept / "fingerprint").unlink(), "its fingerprint differs"),
+        (lambda kept: (kept / "fingerprint").unlink(), "the fingerprint differs"),
         (lambda kept: (kept / "results.json").write_text("{"), "results.json to contain JSON"),
         (
             lambda kept: (kept / "results.json").write_text(
@@ -92,7 +92,7 @@ def test_reproduce_changed_recipe_ignores_committed_run(toy, tmp_path, capsys):
     (toy / "scale-smoke.yaml").write_text(yaml.safe_dump(scale))
     capsys.readouterr()
     reproduce(tmp_path / "second")
-    assert "its fingerprint differs" in capsys.readouterr().err
+    assert "the fingerprint differs" in capsys.readouterr().err
     record = json.loads((tmp_path / "second" / "a-row" / "seed-0" / "results.json").read_text())["record"]
     assert len(record["rounds"]) == 2
 

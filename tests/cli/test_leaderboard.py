@@ -67,7 +67,7 @@ def test_leaderboard_writes_tables_and_skips_finished_runs(boards, tmp_path, cap
     assert table.command == "lightning-fcl leaderboard --protocols=P1 --seeds 2"
     leaderboard(out, "--seeds", "2", "--methods", "plain")
     captured = capsys.readouterr()
-    assert "2 of 4 runs are already finished" in captured.err and "P2 three\n\n| method" in captured.out
+    assert "Already finished: 2 of 4 runs." in captured.err and "P2 three\n\n| method" in captured.out
     assert (
         read_table(out / "table.json").rows["P1 two plain"]["last_accuracy"]
         == table.rows["P1 two plain"]["last_accuracy"]

@@ -237,7 +237,7 @@ def test_run_jobs_workers_end_with_parent(recipe, start, tmp_path, name):
         start(["data", "ls"]).communicate(timeout=900)
     else:
         assert parent.returncode == 128 + signal.Signals[name], said
-        assert "0 of 3 runs are finished. Run the same command again" in said
+        assert "Finished: 0 of 3 runs. Run the same command again" in said
     assert not temporary(tmp_path)
 
 

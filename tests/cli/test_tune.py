@@ -166,7 +166,7 @@ def test_tune_interrupted_search_resumes(search, tmp_path, capsys, monkeypatch, 
     for _ in range(2):
         with pytest.raises(SystemExit, match="130"):
             main(search(sampler=sampler, trials=20))
-        assert "trials are finished. Run the same command again" in capsys.readouterr().err
+        assert "trials. Run the same command again" in capsys.readouterr().err
     main(search(sampler=sampler, trials=20))
     assert [label for label in seen if label != "cut off"] == whole
     assert rows(tmp_path / "out") == rows(tmp_path / "whole")
@@ -342,7 +342,7 @@ def test_tune_choices_accept_any_recipe_value(search, tmp_path):
 def test_tune_failed_trial_is_recorded_and_search_continues(search, tmp_path, capsys, monkeypatch):
     words = search(sampler="grid", trials=None, space={"data.scenario.init_args.num_experiences": [2, 3], ALPHA: [0.5]})
     main(words)
-    assert "1 trials completed, 1 failed" in capsys.readouterr().out
+    assert "Trials: 1 completed, 1 failed" in capsys.readouterr().out
     good, bad = rows(tmp_path / "out")
     assert (good["state"], bad["state"], bad["final_accuracy/server"]) == ("complete", "failed", "")
     assert "a divisor of the number of classes, 10, or a list with this sum, but got 3" in bad["failure"]
@@ -357,10 +357,10 @@ def test_tune_all_trials_failed_raises(search, tmp_path, error_of, pretend, reci
         yaml.safe_dump({**recipe, "data": {"partition": {"class_path": "IID", "init_args": {"num_clients": 2}}}})
     )
     error = error_of(search(trials=2))
-    assert "all 2 trials failed" in error and "no validation samples to evaluate on" in error
+    assert "all trials failed (2 of 2)" in error and "no validation samples to evaluate on" in error
     seen = pretend(lambda recipe: float("nan"))
     error = error_of([*search("out2", trials=30)])
-    assert "the first 10 trials all failed: final_accuracy/server is nan." in error
+    assert "the first 10 finished trials all failed: final_accuracy/server is nan." in error
     assert len(seen) == 10
 
 
@@ -389,9 +389,9 @@ def test_tune_stops_after_first_trials_fail_alike(search, tmp_path, error_of, mo
     file = tmp_path / "out" / "trial-0002" / "seed-0" / "failure.txt"
     assert file.read_text() == "message: 'KeyError: 2'\nerror: builtins.KeyError\ncode: ''\n"
     # The second search reads the failures from the files.
-    assert "the first 10 trials all failed: KeyError: 9." in error_of(search(trials=12))
+    assert "the first 10 finished trials all failed: KeyError: 9." in error_of(search(trials=12))
     file.write_text("KeyError: 2")  # The file has the format of an earlier version.
-    assert "all 12 trials failed. First failure: KeyError: 0." in error_of(search(trials=12))
+    assert "all trials failed (12 of 12). First failure: KeyError: 0." in error_of(search(trials=12))
     assert failing(search, tmp_path, monkeypatch, numbered, out="codes") == [*range(12)]
     assert failing(search, tmp_path, monkeypatch, lambda trial: InvalidValueError(f"{trial}."), out="texts") == [
         *range(10)

@@ -318,6 +318,6 @@ def test_recipe_with_backbone_fits_exports_and_clears_features(tmp_path, cache, 
     predicted = session.run(None, {"input": digits.x[:300].numpy()})[0].argmax(axis=1)
     assert (predicted == digits.targets[:300]).mean() > 0.7
     main(["data", "clear-features"])
-    assert capsys.readouterr().out == f"Deleted 1 files of cached features, {size:,} bytes.\n"
+    assert capsys.readouterr().out == f"Deleted cached features: number of files 1, size {size:,} bytes.\n"
     main(["data", "clear-features"])
     assert list(cache.iterdir()) == [] and "of 0 sets" in capsys.readouterr().out

@@ -60,7 +60,7 @@ def test_deploy_clock_compares_clock_with_superlink(machines, error_of, monkeypa
     assert f"Expected a SuperLink at {at.address}, but the connection failed" in error_of(words)
     at.link()
     main(words)
-    assert re.search(r"from the SuperLink's\. Flower accepts the difference\.", capsys.readouterr().out)
+    assert re.search(r"SuperLink: [+-]\d+ s\. Flower accepts this difference\.", capsys.readouterr().out)
     for seconds, side in ((10, "ahead of"), (-400, "behind")):
         shifted = SimpleNamespace(time=lambda seconds=seconds: time.time() + seconds)
         monkeypatch.setattr(clock, "time", shifted)
