@@ -47,7 +47,7 @@ def explain_parser_error(
     bases: Mapping[str, Callable[..., Any]],
     content: Mapping[str, Any],
 ) -> LightningFCLError:
-    """Return an error with the value of a recipe that the parser rejects, and the reason.
+    """Return an error that contains the value of a recipe that the parser rejects, and the reason.
 
     The recipe is compared with the parser's keys, and with the annotations of the classes that the recipe names. If no
     invalid value is found, the error contains the parser's message.
@@ -102,7 +102,7 @@ class _Diagnosis:
                 self._check_value(section, value, _OPTIONS[section], _ANY)
         if "model" in self._bases and "model" not in content:
             raise MissingValueError(
-                "Expected a recipe with a `model`, but got a recipe without one.",
+                "Expected a recipe with a `model`, but got a recipe without a `model`.",
                 hint="Pass a recipe with a model, as in `lightning-fcl fit quickstart`.",
                 argument="model",
             )
@@ -158,7 +158,7 @@ class _Diagnosis:
             spec = value if isinstance(value, Mapping) else {"class_path": value}
             factory = _resolve(path, spec["class_path"], object_types(hint))
             self._check_arguments(full_name(factory), path, factory, spec.get("init_args") or {})
-            # If the argument is a function that makes objects, missing arguments are passed when it is called.
+            # If the argument expects a function that makes objects, missing arguments are passed when it is called.
             if not any(is_maker(one) for one in members(hint)):
                 self._check_required(full_name(factory), path, factory, spec.get("init_args") or {})
             if not self._accepts(value, hint):
@@ -199,7 +199,7 @@ class _Diagnosis:
         if not other_items and ("." in str(first) or isinstance(inner, Mapping)):
             raise InvalidValueError(
                 f"Expected {{class_path: {first}, init_args: {{...}}}}, but got {dict(value)}.",
-                hint=f"Write {{class_path: {first}, init_args: {inner}}}.",
+                hint=f"Write {{class_path: {first}, init_args: {inner or {}}}}.",
                 argument=path,
                 value=value,
             )
@@ -286,7 +286,7 @@ def _resolve(path: str, name: object, bases: tuple[type, ...]) -> Any:
         if "return" in getattr(factory, "__annotations__", {}):
             return factory
         raise InvalidTypeError(
-            f"Expected a class, but got {name}, a {type(factory).__name__}.",
+            f"Expected a class, but got {name}, which has the type {type(factory).__name__}.",
             hint="Name a class in `class_path`.",
             argument=path,
             value=name,
@@ -302,7 +302,7 @@ def _resolve(path: str, name: object, bases: tuple[type, ...]) -> Any:
 
 
 def _may_name_class(value: object, hint: Any) -> bool:
-    """Return whether a value may be the name of a class. False if the annotation accepts numbers or no objects."""
+    """Return whether a value may be the name of a class. False if the annotation accepts a number, or no object."""
     is_name = isinstance(value, str) and all(part.isidentifier() for part in value.split("."))
     return is_name and bool(object_types(hint)) and not {int, float} & {*members(hint)}
 

@@ -85,7 +85,7 @@ class FederatedCLI(LightningCLI):
         _import_public_classes()
         args = sys.argv[1:] if kwargs.get("args") is None else kwargs["args"]
         first = args.get("subcommand") if isinstance(args, Mapping) else next(iter(args), None)
-        # Building the parsers of all other commands would double the time to start.
+        # Build only the parser of this command. Building the parsers of all commands would double the time to start.
         if commands := {name: skip for name, skip in self.subcommands().items() if name == first}:
             self.subcommands = lambda: commands  # type: ignore[method-assign]
         cli_arguments = {
@@ -106,11 +106,14 @@ class FederatedCLI(LightningCLI):
             self.parser.exit(2, f"error: {error}\n(Set LIGHTNING_FCL_TRACEBACK=1 to see the traceback.)\n")
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        """Create a parser that raises errors instead of exiting, limits YAML, and rejects abbreviated option names."""
+        """Create a parser that raises errors instead of exiting, and rejects abbreviated option names.
+
+        The parser limits the size and depth of YAML.
+        """
         return super().init_parser(**{"exit_on_error": False, "allow_abbrev": False, "parser_mode": MODE} | kwargs)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the arguments of a recipe other than model, data and trainer."""
+        """Add the argument ``--out`` and the section ``recipe``."""
         parser.add_argument("--out", type=str | None, help="set the folder of the results (default: runs/fit)")
         parser.add_class_arguments(RecipeInfo, "recipe")
 
@@ -147,7 +150,7 @@ class FederatedCLI(LightningCLI):
         trainer_class = self.trainer_class if isinstance(self.trainer_class, type) else L.Trainer
         owners: dict[str, Callable[..., Any]] = {"trainer": trainer_class, "recipe": RecipeInfo}
         bases: dict[str, Callable[..., Any]] = {}
-        # Default configuration files may name the model.
+        # If there are default configuration files, the model is not checked, because these files may name it.
         if not (self.subclass_mode_model and parser.default_config_files):
             (bases if self.subclass_mode_model else owners)["model"] = self._model_class
         (bases if self.subclass_mode_data else owners)["data"] = self._datamodule_class
@@ -162,7 +165,7 @@ class FederatedCLI(LightningCLI):
         return explain_parser_error(error, keys, owners, bases, content)
 
     def _parse_ckpt_path(self) -> None:
-        """Do nothing. In LightningCLI, this step creates objects from the hyperparameters of a checkpoint."""
+        """Do nothing. In LightningCLI, this step overrides the model's arguments by hyperparameters of a checkpoint."""
 
     def before_instantiate_classes(self) -> None:
         """Check the configuration, and replace the URL of a checkpoint by a downloaded, verified file.
@@ -191,7 +194,7 @@ class FederatedCLI(LightningCLI):
             config["ckpt_path"], config["weights_only"] = str(resolve_checkpoint(config["ckpt_path"])), True
 
     def instantiate_classes(self) -> None:
-        """Create the objects of the recipe. An error that a class raises is raised without a parser error around it."""
+        """Create the objects of the recipe. If a class raises an error, raise this error instead of a parser error."""
         class_errors: list[Exception] = []
 
         def make(class_type: type, *args: Any, **kwargs: Any) -> object:
@@ -222,9 +225,10 @@ class FederatedCLI(LightningCLI):
         return Path(config["out"])
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
-        """Create the Trainer. For ``fit``, add missing metrics, progress bar, checkpoints and logger.
+        """Create the Trainer. For ``fit``, add metrics, a progress bar, checkpoints and a logger if they are missing.
 
-        The default checkpoint callback saves a checkpoint after every round.
+        A progress bar, checkpoints or a logger are not added if the recipe disables them. The default checkpoint
+        callback saves a checkpoint after every round.
         """
         # Without a command (`run=False`), the caller configures and runs the Trainer.
         if not self.config.get("subcommand"):
@@ -253,7 +257,7 @@ class FederatedCLI(LightningCLI):
                 # Custom checkpoint callbacks write to this folder if there is no logger.
                 kwargs["default_root_dir"] = str(self.output_folder)
             if config["max_epochs"] is None:
-                kwargs["max_epochs"] = -1  # `fit` replaces it by the number of rounds of the stream.
+                kwargs["max_epochs"] = -1  # `fit` replaces this value by the number of rounds of the stream.
             if config["enable_model_summary"] is None:
                 kwargs["enable_model_summary"] = False
         else:  # A test writes no files by default.
@@ -310,7 +314,10 @@ class FitCLI(FederatedCLI):
 
 
 def add_default_metrics(callbacks: list[Callback], eval_split: Literal["test", "validation"]) -> None:
-    """Add `ContinualMetrics` to the callbacks if it is missing. With ``"validation"``, it uses validation samples."""
+    """Add `ContinualMetrics` if it is missing.
+
+    With ``"validation"``, each `ContinualMetrics` uses validation samples.
+    """
     if not any(isinstance(callback, ContinualMetrics) for callback in callbacks):
         callbacks.append(ContinualMetrics())
     for callback in callbacks if eval_split == "validation" else ():
@@ -323,7 +330,7 @@ def as_list(callbacks: Entry | list[Entry] | None) -> list[Entry]:
 
 
 def _import_public_classes() -> None:
-    """Import the public classes, because the parser finds a class without its module only if it is imported."""
+    """Import the public classes, because the parser finds a class by its short name only if the class is imported."""
     for package in map(import_module, ("lightning_fcl", "lightning_fcl.callbacks", "lightning_fcl.models")):
         for name in dir(package):
             getattr(package, name)

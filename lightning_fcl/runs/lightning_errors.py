@@ -1,4 +1,4 @@
-"""Conversion of Lightning's errors about a recipe into errors of this library, with a hint."""
+"""Conversion of Lightning's errors about a recipe into errors of this library."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ _BY_LIGHTNING = "Expected a recipe that Lightning accepts, but got:"
 
 @contextlib.contextmanager
 def convert_errors() -> Iterator[None]:
-    """Convert errors that Lightning raises in this block into errors of this library, with a hint."""
+    """Convert errors of Lightning in this block into errors of this library.
+
+    Errors that are raised while a checkpoint is restored are also converted, except ImportError and ValueError.
+    """
     try:
         yield
     except LightningFCLError:
@@ -32,7 +35,7 @@ def convert_errors() -> Iterator[None]:
         if not restored or isinstance(error, ImportError | ValueError):
             raise
         raise InvalidValueError(
-            f"Expected a checkpoint of this recipe, but {restored[0]} and raised {type(error).__name__}: {error}.",
+            f"Expected a checkpoint of this recipe, but got {type(error).__name__} while {restored[0]}: {error}.",
             hint="Use another checkpoint, or remove `ckpt_path`.",
             argument="ckpt_path",
         ) from error

@@ -157,7 +157,7 @@ class _WouldTrainError(Exception):
 
 
 class _Enough(Callback):
-    """A callback that ends a fit at the start of the first round, before the user's callbacks run.
+    """A callback that ends a fit at the start of the first round, before other callbacks run in this round.
 
     Args:
         processes: Number of processes of the fit.
@@ -178,7 +178,7 @@ class _Enough(Callback):
 
 
 class _Checks(Callback):
-    """A replacement for a base session that runs the session's checks and does not train."""
+    """A callback in place of a base session. It runs the session's checks and does not train."""
 
     def __init__(self, session: BaseSession) -> None:
         self._session = session
@@ -189,7 +189,10 @@ class _Checks(Callback):
 
 
 def _processes(strategy: object) -> int:
-    """Return the number of processes that a strategy would start. Change the strategy to use a single process."""
+    """Return the number of processes that a federated strategy would start, and change the strategy to use one process.
+
+    For any other strategy, return 1.
+    """
     if not isinstance(strategy, FederatedStrategy):
         return 1
     num_processes = strategy.expected
@@ -198,7 +201,7 @@ def _processes(strategy: object) -> int:
 
 
 def _samples(stream: FederatedStream) -> Any:
-    """Return two samples as a batch, or None if all splits are empty."""
+    """Return a batch of at most two samples, or None if all splits are empty."""
     plan = stream.plan
     with isolate_rng():
         for split, rows in (("test", plan.test), ("validation", plan.validation), ("train", first_indices(stream))):
@@ -263,6 +266,6 @@ def _small_clients(stream: FederatedStream) -> str:
     (client, experience), fewest = min(sizes.items(), key=itemgetter(1))
     number = len({client for client, _ in sizes})
     return (
-        f"{number} of {len(plan.clients)} clients have fewer than {min_size} samples in an experience, such as client "
-        f"{client} with {fewest} in experience {experience}: `min_partition_size` counts the whole stream"
+        f"fewer than {min_size} samples in an experience: {number} of {len(plan.clients)} clients, such as client "
+        f"{client} with {fewest} in experience {experience}. `min_partition_size` counts samples of the whole stream."
     )

@@ -41,7 +41,7 @@ _SECTION_CLASSES = {"data": "lightning_fcl.FederatedStream", "trainer": "lightni
 
 
 def _is_no_folder(path: str | Path) -> bool:
-    """Return whether a path exists and is not a folder. True also for a device, for which reading raises an error."""
+    """Return whether a path exists and is not a folder. True also for a device, which the reader of files rejects."""
     return exists(path) and not isdir(path)
 
 
@@ -122,7 +122,7 @@ class _Place:
             return None
         raise InvalidValueError(
             f"Expected a file at {folder / name}, but there is no such file.",
-            hint=f"Write {relpath(name, folder)}: file names are relative to {self.files[-1]}.",
+            hint=f"Write {relpath(name, folder)}: file names are relative to the folder of {self.files[-1]}.",
             value=name,
         )
 
@@ -137,7 +137,8 @@ class _Place:
 class _Dotted(dict[str, Any]):
     """A dictionary that a recipe gives as a dotted name.
 
-    A dictionary of this class is always merged into the current dictionary. A plain dictionary may replace it.
+    A dictionary of this class is always merged into the current dictionary. A plain dictionary may replace the current
+    dictionary.
     """
 
 
@@ -251,7 +252,7 @@ def _merged_class(current_value: dict[str, Any], value: Mapping[str, Any], locat
     if unknown := sorted({*map(str, value)} - {"class_path", *_ARGUMENTS}):
         expected_keys = ("class_path", "init_args", "dict_kwargs")
         raise UnknownNameError(
-            f"Expected {', '.join(expected_keys)} of {value['class_path']}, but got `{unknown[0]}`.",
+            f"Expected the keys of {value['class_path']} to be among {', '.join(expected_keys)}, but got `{unknown[0]}`.",
             hint=did_you_mean(unknown[0], expected_keys)
             or f"Write it in `init_args`, as in init_args: {{{unknown[0]}: ...}}.",
             argument=unknown[0],
@@ -297,7 +298,7 @@ def argument_names(factory: Any) -> list[str]:
 
     parser = ArgumentParser(exit_on_error=False)
     names: list[str] = []
-    with suppress(ValueError, TypeError):  # Built-in classes have no signature.
+    with suppress(ValueError, TypeError):  # Some built-in classes have no signature.
         names += inspect.signature(factory).parameters
         add = parser.add_class_arguments if isinstance(factory, type) else parser.add_function_arguments
         add(factory, fail_untyped=False)
@@ -329,7 +330,10 @@ def _find_entry(entries: Sequence[Any], value: Mapping[str, Any]) -> tuple[int, 
 
 
 def is_spec(value: object) -> bool:
-    """Return whether a value of a recipe describes an object: a class in ``class_path``, and only arguments besides."""
+    """Return whether a value describes an object.
+
+    Such a value is a mapping with ``class_path``, and with no other keys than ``init_args`` and ``dict_kwargs``.
+    """
     return isinstance(value, Mapping) and "class_path" in value and {*value} <= {"class_path", *_ARGUMENTS}
 
 

@@ -71,10 +71,10 @@ def make_results(
 
 
 def raise_no_round(trainer: L.Trainer) -> NoReturn:
-    """Raise an error for a fit that ended before its first round."""
+    """Raise an error for a fit that ended before the end of its first round."""
     raise InvalidValueError(
-        f"Expected the fit to train for at least one round, but `max_epochs={trainer.max_epochs}` or `max_time` ended "
-        "it before the first round.",
+        f"Expected the fit to train for at least one round, but `max_epochs={trainer.max_epochs}`, `max_steps`, "
+        "`max_time` or `limit_train_batches` ended the fit before the end of the first round.",
         hint="Increase this limit, or remove it to train all rounds of the stream.",
     )
 

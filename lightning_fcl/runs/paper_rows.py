@@ -84,7 +84,7 @@ class Row:
 
     @property
     def slug(self) -> str:
-        """Name of the row's folder: the name of its last file, or the slug of its title if `expected` is set."""
+        """Name of the row's folder: the stem of the last file, or the slug of the title if `expected` is set."""
         return self.configs[-1].stem if self.expected is None else slug(self.title)
 
     @property
@@ -224,9 +224,8 @@ def find_recipe(name: str) -> Row:
         return Row(Path(name).stem, (Path(name),))
     if Path(name).parts[:1] == ("runs",) or Path(name).is_absolute() or Path(name).is_dir():
         raise MissingFileError(
-            f"Expected the folder of a run or a recipe at {name}, but there is "
-            f"{'another folder' if Path(name).is_dir() else 'none'}.",
-            hint="Pass a folder that `lightning-fcl fit` has written, or a YAML file.",
+            f"Expected a recipe at {name}, but {'got a folder' if Path(name).is_dir() else 'there is no such path'}.",
+            hint="Pass a YAML file. Only `fit` and `test` accept the folder of a run, and only one folder.",
             value=name,
         )
     plain, _, scale = name.partition("@")

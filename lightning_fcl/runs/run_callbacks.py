@@ -65,7 +65,8 @@ class StopAfterRound(Callback):
     Lightning would stop within the round, when only some clients have been trained.
 
     Args:
-        checkpoint: Checkpoint file that is written if no checkpoint was saved after the last round. None writes none.
+        checkpoint: Checkpoint file that is written if a signal stops the fit and no checkpoint was saved after the last
+            round. If None, no file is written.
     """
 
     def __init__(self, checkpoint: Path | None) -> None:
@@ -111,7 +112,7 @@ class StopAfterRound(Callback):
             return
         report = f"Results of the finished rounds: {out / 'report.html'}"
         if num_finished_rounds >= rounds:
-            raise Stopped(stop.signal, f"all {rounds} rounds were finished. {report}")
+            raise Stopped(stop.signal, f"finished all rounds ({rounds} of {rounds}). {report}")
         words = ["python", sys.argv[0], "fit", "--config", str(out / "config.yaml"), "--ckpt_path", str(checkpoint)]
         words = [program, "fit", str(out)] if program else words
         advice = f"Resume with: {shlex.join(words)}" if checkpoint else "The fit saved no checkpoint to resume from."

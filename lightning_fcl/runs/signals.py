@@ -92,7 +92,7 @@ class SignalHandler:
         if self._finish is None or self.signal:
             exit_now(number, f"stopped. {self.how_to_go_on()}")
         self.signal = number
-        write_stderr(f"{self._finish()} A second signal stops at once.")
+        write_stderr(f"{self._finish()} A second signal stops the command at once.")
 
 
 def exit_now(number: int, message: str = "") -> NoReturn:
@@ -150,7 +150,7 @@ def end_worker_with_parent() -> None:
 
     def watch() -> None:
         while parent.sentinel not in wait([parent.sentinel, read_fd]) and signal.SIGTERM not in os.read(read_fd, 64):
-            pass  # another signal
+            pass  # Ignore other signals.
         exit_now(signal.SIGTERM)
 
     threading.Thread(target=watch, daemon=True).start()

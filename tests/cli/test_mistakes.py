@@ -48,7 +48,10 @@ FIT = [
         "Expected an argument of lightning_fcl.callbacks.Replay, but got `memory_sizes`. Did you mean memory_size?",
     ),
     ("task.yaml", "Expected a class of lightning_fcl, but the module has no Clasifier. Did you mean Classifier?"),
-    ("function.yaml", "Expected a class, but got os.system, a builtin_function_or_method. Name a class"),
+    (
+        "function.yaml",
+        "Expected a class, but got os.system, which has the type builtin_function_or_method. Name a class",
+    ),
     ("data.yaml", "got `data.batch_sise`. Did you mean data.batch_size?"),
     ("rate.yaml", "Expected an argument of torch.optim.SGD, but got `lrr`. Did you mean lr?"),
     ("module.yaml", "No module named 'lightning_fc'"),
@@ -131,7 +134,7 @@ OTHERS = [
     ("fti quickstart", "got fti. Did you mean fit?"),
     (
         "fit",
-        "Expected a recipe with a `model`, but got a recipe without one. Pass a recipe with a model",
+        "Expected a recipe with a `model`, but got a recipe without a `model`. Pass a recipe with a model",
     ),
     ("fit empty.yaml", "empty.yaml to contain settings by name, as in trainer: {max_epochs: 3}, but got nothing"),
     ("fit list.yaml", "Expected list.yaml to contain settings by name"),
@@ -147,7 +150,7 @@ OTHERS = [
     ),
     (
         "fit runs/nosuch",
-        "folder of a run or a recipe at runs/nosuch, but there is none. Pass a folder that",
+        "Expected a recipe at runs/nosuch, but there is no such path. Pass a YAML file.",
     ),
     (
         "fit quickstart project/module.yaml",

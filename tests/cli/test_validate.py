@@ -289,7 +289,7 @@ def test_validate_reports_clients_below_min_partition_size(tmp_path, capsys):
     words = ["quickstart", "small.yaml", "own.yaml"]
     main(["validate", *words])
     said = capsys.readouterr().out
-    assert "of 8 clients have fewer than 5 samples in an experience, such as client" in said
+    assert "fewer than 5 samples in an experience: " in said and "of 8 clients, such as client" in said
     main(["fit", *words, "--out", "out"])
     stream = resolve_stream(words)
     sizes = {

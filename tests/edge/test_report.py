@@ -521,7 +521,7 @@ def test_edge_report_command_invalid_options_raise(recipe, error_of, words, mess
 def test_edge_report_command_without_recipe_or_model_raises(error_of, tmp_path):
     assert "Expected at least one recipe, but got none." in error_of(["edge-report"])
     (tmp_path / "empty.yaml").write_text("data: {data: digits}\n")
-    assert "a `model`, but got a recipe without one" in error_of(["edge-report", str(tmp_path / "empty.yaml")])
+    assert "a `model`, but got a recipe without a `model`" in error_of(["edge-report", str(tmp_path / "empty.yaml")])
 
 
 def test_device_report_unmatched_reductions_raise(dsicnet):
