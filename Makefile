@@ -1,7 +1,7 @@
 # Python 3.11 and make are required. The first target that needs .venv creates it.
 PYTHON ?= python3.11
 BIN := .venv/bin
-# Two threads slow down small models.
+# Use one thread, because two threads slow down small models.
 export OMP_NUM_THREADS ?= 1
 # Keep compiled Python files. Otherwise each worker and each child process compiles the package and the tests.
 unexport PYTHONDONTWRITEBYTECODE
@@ -21,10 +21,10 @@ demo: .venv/ready ## train ten clients on digits, with and without a method agai
 test: .venv/ready ## tests that take less than 0.5 s each, in about four minutes
 	$(BIN)/python -m pytest -n 2 -m "not seconds and not slow"
 
-coverage: .venv/ready ## all tests but the slow ones, with the lines that no test runs
+coverage: .venv/ready ## all tests except those marked slow or long, with the lines that no test runs
 	$(BIN)/python -m pytest -n 2 -m "not slow and not long" --cov --cov-report=term
 
-test-slow: .venv/ready ## tests marked seconds or slow, without processes and long
+test-slow: .venv/ready ## tests marked seconds or slow, except those marked processes or long
 	$(BIN)/python -m pytest -n 2 -m "(seconds or slow) and not processes and not long"
 
 test-long: .venv/ready ## before a release: tests of about a minute, and variants of other tests
@@ -33,7 +33,8 @@ test-long: .venv/ready ## before a release: tests of about a minute, and variant
 test-processes: .venv/ready ## tests that wait for processes they start, four at a time
 	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "(seconds or slow) and processes and not long"
 
-# An environment on top of .venv, for libraries that need other versions of some packages. torch and Lightning are the same.
+# An environment on top of .venv, for libraries that need other versions of some packages. torch and Lightning keep their
+# versions.
 ABOVE := .venv-third-party
 .venv-third-party/ready: .venv/ready tests/third_party/requirements.txt
 	$(BIN)/python -m venv --clear $(ABOVE)
@@ -45,7 +46,7 @@ ABOVE := .venv-third-party
 test-third-party: .venv-third-party/ready ## LightningModules of other libraries, in a separate environment
 	$(ABOVE)/bin/python -m pytest -m third_party tests/third_party
 
-# An environment on top of .venv with the oldest supported Flower. The other tests use the newest.
+# An environment on top of .venv with the oldest supported Flower. All other tests use the newest supported Flower.
 OLDEST := .venv-flower
 .venv-flower/ready: .venv/ready
 	$(BIN)/python -m venv --clear $(OLDEST)
@@ -65,7 +66,7 @@ ON_CPU ?= rounding and not slow and not long
 test-cpu: .venv/ready ## tests marked rounding, with the code paths of an old CPU. CPU="MKL_CBWR=AVX2"
 	env $(CPU) $(BIN)/python -m pytest -n 2 -m "$(ON_CPU)" tests
 
-test-portable: .venv/ready ## all tests but the slow ones, with other CPU code paths and other Python versions
+test-portable: .venv/ready ## tests except those marked slow or long, with other CPU code paths and other Python versions
 	$(BIN)/tox run
 
 ARGS ?= --processes 2 --write docs/reliability.md
@@ -83,7 +84,8 @@ types: .venv/ready
 docs: .venv/ready ## build the documentation in site/html and run its notebooks; warnings are errors
 	$(BIN)/sphinx-build -M html docs site --fail-on-warning --keep-going --fresh-env
 
-# Folders of recipes/ whose smallest scale is run, the longest first. SMOKE_NEEDS: the datasets that a folder needs.
+# Folders of recipes/ whose smallest scale is run. Folders with longer runs come first. SMOKE_NEEDS: the datasets that a
+# folder needs.
 SMOKE := odfcl fedclip incfed fedvit leaderboard fedclip-hhar flwf analytic flwf-as-written ucihar-reservoir frozen-lite0
 smoke-flwf smoke-flwf-as-written smoke-ucihar-reservoir: SMOKE_NEEDS := ucihar
 smoke-incfed smoke-fedclip smoke-fedclip-hhar: SMOKE_NEEDS := wesad hhar
@@ -94,7 +96,7 @@ recipes: .venv/ready ## the smallest run of each recipe with available data, two
 	rm -rf runs/smoke
 	$(MAKE) --no-print-directory -j2 -Otarget $(SMOKE:%=smoke-%) smoke-quickstart
 
-# One process each (--workers 1), because two runs are executed at a time.
+# Each run uses one process (--workers 1), because two runs are executed at a time.
 $(SMOKE:%=smoke-%): smoke-%:
 	@$(if $(SMOKE_NEEDS),$(BIN)/lightning-fcl data verify $(SMOKE_NEEDS) || { echo "Skipped recipes/$*: missing data."; exit 0; };) \
 	$(BIN)/lightning-fcl reproduce $* --scale smoke --workers 1 --out runs/smoke/$*

@@ -3,7 +3,7 @@
     python benchmarks/any_module.py
 
 100 clients with digits train an MLP 64-32-10 on one full batch each. The variants are: plain, batch normalization,
-dropout, dict batches (made by a custom dataset), and 4 to 26 digits per client instead of 15. In the last variant, 16
+dropout, dict batches (made by a custom dataset), and 4 to 26 digits per client instead of 15. In one more variant, 16
 clients train a small residual network with batch normalization. The module is a plain LightningModule that does not
 import this library. The script first checks that the weights of the Trainer and of the loop agree, except with
 dropout. Finally, clients train sequentially. The script compares a step with a step of a plain Trainer, and measures
@@ -176,7 +176,7 @@ def plain_step(rounds):
 
 
 def compare_one_at_a_time(rounds, repeats):
-    """Print a step's time divided by that of a plain Trainer's step, and the time per client without the steps."""
+    """Print the ratio of a step's time to the time of a plain Trainer's step, and the time per client besides steps."""
     steps, besides = [], []
     for _ in range(repeats):
         one_step_seconds, eight_step_seconds = (
@@ -186,8 +186,8 @@ def compare_one_at_a_time(rounds, repeats):
         steps.append(step_seconds / plain_step_seconds)
         besides.append(1000 * (one_step_seconds - step_seconds))
     print(
-        f"sequential training: a step takes {statistics.median(steps):.3f} of a plain Trainer's step "
-        f"({min(steps):.3f} to {max(steps):.3f}), a client takes {statistics.median(besides):.2f} ms in addition "
+        f"sequential training: a step takes {statistics.median(steps):.3f} times as long as a plain "
+        f"Trainer's step ({min(steps):.3f} to {max(steps):.3f}), a client takes {statistics.median(besides):.2f} ms in addition "
         "to its steps",
         flush=True,
     )

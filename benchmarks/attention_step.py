@@ -20,7 +20,10 @@ from lightning_fcl.models import LVT, create_vit, vit
 
 
 def step(model, optimizer, x, y, way):
-    """Run a training step, and return the processor time in seconds. ``way`` is "fp32", "bf16" or "ours"."""
+    """Run a training step, and return the processor time in seconds.
+
+    ``way`` is "fp32", "bf16", or "ours" for bf16 with `fast_attention`.
+    """
     began = time.process_time()
     rule = mock.patch.object(vit, "fast_attention", lambda x: nullcontext()) if way == "bf16" else nullcontext()
     with rule, torch.autocast("cpu", torch.bfloat16, enabled=way != "fp32"):

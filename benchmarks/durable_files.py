@@ -40,7 +40,8 @@ def main() -> None:
     ratios = []
     runs = ROOT / "runs"
     runs.mkdir(exist_ok=True)
-    # The temporary folder of the system can be in memory, which would hide the time of the disk. This uses `runs`.
+    # The temporary folder of the system can be in memory, which would hide the time of the disk. Therefore the script
+    # uses `runs`.
     with tempfile.TemporaryDirectory(dir=runs) as scratch:
         for pair in range(options.pairs):
             seconds_by_version = {}

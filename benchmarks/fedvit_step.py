@@ -167,7 +167,7 @@ class Bytes(Callback):
         self.counted = []
 
     def on_train_epoch_end(self, trainer, pl_module):
-        """Measure the client state. Each task has one round, so this is called once per task."""
+        """Measure the client state. Each task has one round, so this hook is called once per task."""
         state = trainer.strategy.server.client_store[trainer.datamodule.plan.clients[0]]
         values = [value for memory in state.values() for value in memory.values()]
         self.counted.append(sum(value.numel() * value.element_size() for value in values))
@@ -202,7 +202,7 @@ def main():
     parser.add_argument("--repeats", type=int, default=11)
     parser.add_argument("--cpu", action="store_true", help="measure processor time instead of wall time")
     parser.add_argument("--quick", action="store_true", help="use a tiny ViT to test the script")
-    parser.add_argument("--out", type=Path, help="write memory_with_tasks.png to this folder too")
+    parser.add_argument("--out", type=Path, help="also write memory_with_tasks.png to this folder")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""Final accuracy of six methods in a plain Trainer and in Avalanche, which draw different random numbers.
+"""Final accuracy of six methods in a plain Trainer and in Avalanche. The two libraries draw different random numbers.
 
     python benchmarks/level_with_avalanche.py --out runs/benchmarks
 
@@ -73,7 +73,10 @@ def split_digits(seed):
 
 
 def permuted_digits(seed):
-    """Return a pair (training data, test data) for each experience. Each experience permutes all digits' pixels."""
+    """Return a pair (training data, test data) for each experience.
+
+    Each experience has all digits, with a new permutation of the pixels.
+    """
     x, y, test_x, test_y = halves(seed)
     generator = np.random.RandomState(seed)
     orders = [torch.from_numpy(generator.permutation(x.shape[1])) for _ in range(TASKS)]

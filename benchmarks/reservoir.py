@@ -70,7 +70,9 @@ class Table:
         self.rows = []
 
     def compare(self, metric, library_timer, alternative_timer, max_ratio=None, min_ratio=None):
-        """Measure this library and the alternative, which alternate, and add a row. Pass one of the two limits.
+        """Measure this library and the alternative, which alternate, and add a row.
+
+        Pass ``max_ratio`` or ``min_ratio``.
 
         Args:
             metric: Description of the row.
@@ -235,7 +237,7 @@ def add_sequences(count):
         return int(Path("/proc/self/status").read_text().split(f"{name}:")[1].split()[0]) / 1024
 
     task = ReservoirClassifier(network(), CLASSES, BETA)
-    # A process inherits `ru_maxrss` from its parent and cannot reset it, so this uses the peak in `/proc` instead.
+    # A process inherits `ru_maxrss` from its parent and cannot reset the value, so the script uses the peak in `/proc`.
     Path("/proc/self/clear_refs").write_text("5")
     initial_memory = status("VmRSS")
     for start in range(0, count, BATCH):

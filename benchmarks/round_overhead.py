@@ -58,7 +58,9 @@ def har_case():
 
 
 class Clock(Callback):
-    """A callback that times a fit from the start of the second epoch to the end of the last. The first is a warm-up.
+    """A callback that times a fit from the start of the second epoch to the end of the last epoch.
+
+    The first epoch is a warm-up.
 
     Args:
         timer: Function that returns the current time in seconds.

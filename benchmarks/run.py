@@ -29,7 +29,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", nargs="*", default=list(WORKLOADS), choices=list(WORKLOADS))
     parser.add_argument(
-        "--engines", nargs="*", choices=list(ENGINES), help="select engines (default: all; for curves ours and loop)"
+        "--engines",
+        nargs="*",
+        choices=list(ENGINES),
+        help="select engines (default: all; for curves: loop, ours and ours-two-ranks)",
     )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", choices=["cpu", "cuda"], help="set the device (default: a GPU if there is one)")
@@ -48,7 +51,7 @@ def main():
         # Engines alternate, so that all are measured under the same load of the machine.
         for _ in range(options.repeats):
             for engine, python in pythons.items():
-                # If an engine has failed in one repeat, it would fail in the next repeat, too.
+                # Skip an engine that has failed in an earlier repeat, because the engine would fail again.
                 if results[engine] and "error" in results[engine][-1]:
                     continue
                 start = time.monotonic()

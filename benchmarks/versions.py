@@ -3,8 +3,8 @@
     git worktree add ../other cc30327
     python benchmarks/versions.py ../other
 
-The script starts two processes, which import one version each. For every case, each process first runs one fit that is
-not measured. Then the processes alternate, and the ratio is computed for each pair of fits. The cases are:
+The script starts two processes, which import one version each. For every timed case, each process first runs one fit
+that is not measured. Then the processes alternate, and the ratio is computed for each pair of fits. The cases are:
 
 - the cases of `round_overhead.py` with digits,
 - the cases of `any_module.py`,

@@ -41,8 +41,8 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
 class StartAnew(L.Callback):
     """A callback that resets the server's state outside of methods before each experience except the first.
 
-    The callback removes moments and residuals. Updates that started before the experience become zero, and models that
-    started before the experience become the server's state.
+    The callback removes moments and residuals. If a client started before the current experience, its update becomes
+    zero, or its uploaded model becomes the server's state.
     """
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

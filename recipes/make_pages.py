@@ -61,8 +61,8 @@ _PERCENTILES = (
 class Layout:
     """The layout of a table in a page, from ``tables`` in ``rows.yaml``.
 
-    A table has a line for each combination of the texts in its leading columns. All other cells contain a metric of a
-    row of the paper.
+    A table has a line for each combination of the texts in its leading columns. The cells of all other columns contain
+    a metric of a row of the paper.
 
     Args:
         columns: The value of each column by its heading. ``row`` and ``metric`` can contain the value as ``{column}``.
@@ -180,7 +180,10 @@ def render(text: str, parts: Callable[[str, str], str | None]) -> str:
 
 
 def verdict_block(table: Table | None, reason: str) -> str:
-    """Return the verdict, its reason, and a link to the figure that compares the table with the paper."""
+    """Return the verdict, its reason, and a link to the figure that compares the table with the paper.
+
+    If no value can be compared, the text contains no link.
+    """
     verdict_counts = table.verdict_counts if table else None
     if table is None or not verdict_counts or not sum(verdict_counts):
         return _wrapped(f"**Not compared**: no value that the paper reports has been measured at its scale. {reason}")
@@ -232,9 +235,9 @@ def papers_block(papers: Mapping[str, tuple[Table | None, str]]) -> str:
 
 
 def _percentile(name: str, cell: Cell) -> str:
-    """Return the paper's value, and the percentage of seeds with a lower value, or "-" if one of them is missing.
+    """Return the paper's value, and the percentage of seeds with a lower value, or "-" if there is nothing to compare.
 
-    Values are rounded to three digits. A seed with an equal value counts half.
+    Values are rounded to three decimal places. A seed with an equal value counts half.
     """
     if cell.paper is None or not cell.values:
         return "-"
@@ -332,11 +335,12 @@ def take_in(folder: Path) -> list[Path]:
             f"Expected a table of a scale other than `smoke`, but the table in {folder} has the scale `smoke`."
         )
     content = read_rows(home)
-    # At the paper's scale, `whole` lists the required rows, and all other rows are optional.
+    # At the paper's scale, `whole` lists the required rows, and all other rows are optional. Without `whole`, all rows
+    # are required.
     row_names = content.get("whole") if table.scale == "paper" else None
     if missing := [row for row in row_names or paper_rows(home, None, table.scale) if row not in table.rows]:
         raise ValueError(
-            f"Expected all rows of {table.paper} in {folder}, but {', '.join(missing)} are missing. Run `reproduce` "
+            f"Expected all rows of {table.paper} in {folder}, but could not find {', '.join(missing)}. Run `reproduce` "
             "without `--rows`."
         )
     figures = [one for one in content.get("figures", []) if table.scale in one.get("scales", [table.scale])]

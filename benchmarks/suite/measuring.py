@@ -184,7 +184,7 @@ def _watched(command, workload, quick, errors):
         end_event.set()
         watcher.join()
         with contextlib.suppress(ProcessLookupError):
-            # End all processes that the command has left.
+            # End all processes of the command that are still running.
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     if code:

@@ -26,7 +26,7 @@ def included_pages(docs: Path) -> dict[Path, str]:
 
 
 def resolve(app: Sphinx, doctree: nodes.document) -> None:
-    """Replace the target of each link by the page that includes the target file, or by a copy of the file.
+    """Replace the target of each link by the page that is or includes the target file, or by a copy of the file.
 
     A link is relative to the file that contains it, which can be an included file.
     """

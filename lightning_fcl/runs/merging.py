@@ -252,7 +252,8 @@ def _merged_class(current_value: dict[str, Any], value: Mapping[str, Any], locat
     if unknown := sorted({*map(str, value)} - {"class_path", *_ARGUMENTS}):
         expected_keys = ("class_path", "init_args", "dict_kwargs")
         raise UnknownNameError(
-            f"Expected the keys of {value['class_path']} to be among {', '.join(expected_keys)}, but got `{unknown[0]}`.",
+            f"Expected the keys of {value['class_path']} to be among {', '.join(expected_keys)}, "
+            f"but got `{unknown[0]}`.",
             hint=did_you_mean(unknown[0], expected_keys)
             or f"Write it in `init_args`, as in init_args: {{{unknown[0]}: ...}}.",
             argument=unknown[0],
