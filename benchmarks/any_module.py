@@ -187,8 +187,8 @@ def compare_one_at_a_time(rounds, repeats):
         besides.append(1000 * (one_step_seconds - step_seconds))
     print(
         f"sequential training: a step takes {statistics.median(steps):.3f} times as long as a plain "
-        f"Trainer's step ({min(steps):.3f} to {max(steps):.3f}), a client takes {statistics.median(besides):.2f} ms in addition "
-        "to its steps",
+        f"Trainer's step ({min(steps):.3f} to {max(steps):.3f}), a client takes {statistics.median(besides):.2f} ms in "
+        "addition to its steps",
         flush=True,
     )
 

@@ -320,4 +320,4 @@ def test_recipe_with_backbone_fits_exports_and_clears_features(tmp_path, cache, 
     main(["data", "clear-features"])
     assert capsys.readouterr().out == f"Deleted cached features: number of files 1, size {size:,} bytes.\n"
     main(["data", "clear-features"])
-    assert list(cache.iterdir()) == [] and "of 0 sets" in capsys.readouterr().out
+    assert list(cache.iterdir()) == [] and "number of files 0" in capsys.readouterr().out
