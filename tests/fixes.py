@@ -265,7 +265,7 @@ ROWS |= {
         ),
         {"every_n_train_steps": 2},
         {"every_n_train_steps": None, "every_n_epochs": 1},
-        "Set `every_n_epochs=1`.",
+        "Use `every_n_epochs=1` instead.",
     ),
     "callback is a class": Row(
         fit_one_round,
@@ -603,7 +603,7 @@ ROWS |= {
         lambda lab, data: lab.fit(lab.task(), data(), max_epochs=1),
         {"data": lambda: L.LightningDataModule.from_datasets(TensorDataset(torch.zeros(8, 6), torch.zeros(8).long()))},
         {"data": lambda: small_stream()},
-        "Create one from your data with `FederatedStream.from_arrays(x, y, client_ids=...)`.",
+        "Create a stream from your data with `FederatedStream.from_arrays(x, y, client_ids=...)`.",
     ),
     "swarm with dropout and compression": Row(
         lambda lab, **options: FederatedStrategy(**options),
@@ -1968,7 +1968,7 @@ ROWS |= {
         lambda lab, early: fit_one_round(lab, task=Late(early), max_vectorized_clients=1),
         {"early": False},
         {"early": True},
-        "Create it in `__init__`",
+        "Create the state in `__init__`",
     ),
     "FedDyn with Delayed": Row(
         fit_staggered,

@@ -293,7 +293,7 @@ ROWS |= {
         ask_steps,
         {"hook": "on_train_epoch_start"},
         {"hook": "on_train_batch_start"},
-        "Call it in a training step, or in the hooks of a batch.",
+        "Call the function in a training step, or in the hooks of a batch.",
     ),
 }
 

@@ -196,13 +196,13 @@ ROWS |= {
         fit_with_method,
         {"make": Remembers},
         {"fills": True},
-        "Add the missing entries in `prepare_client_state`, or set `vectorizable = False`.",
+        "Return entries with the same names and shapes in `prepare_client_state`, or set `vectorizable = False`.",
     ),
     "method with a state entry for some clients, sequential": Row(
         fit_with_method,
         {"make": Remembers},
         {"together": False},
-        "Add the missing entries in `prepare_client_state`, or set `vectorizable = False`.",
+        "Return entries with the same names and shapes in `prepare_client_state`, or set `vectorizable = False`.",
     ),
     "method that reads the round in its penalty": Row(
         fit_with_method,

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 
 # Tests that raise an error and try its fix. They use fixtures that rows do not have. Keys are parts of the hints.
 TRIED_ELSEWHERE: dict[str, list[str]] = {
-    "convert it to numbers, text, tensors, or lists and dicts of them.": [
+    "convert the value to numbers, text, tensors, or lists and dicts of such values.": [
         "tests/simulation/test_tensor_subclasses.py::test_unreadable_callback_state_raises_by_the_first_round",
     ],
     "Use another `checkpoint_io`, or set ": [

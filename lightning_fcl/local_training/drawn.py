@@ -14,9 +14,9 @@ from lightning_fcl.data.stream import FederatedStream
 
 ROWS = 16
 """Number of samples that a trial reads."""
-# Fixed, because the stream's seed must not change the result of a trial.
+# The seed is fixed, because the stream's seed must not change the result of a trial.
 _SEED = 5923
-# Limit for the number of random output values. If there are few enough classes, a batch contains each class.
+# Maximum number of random output values in a batch of more than `ROWS` rows. A batch contains each class if possible.
 _NUMBERS = 2**17
 _RELATIVE, _ABSOLUTE = 1e-5, 1e-6
 
@@ -79,7 +79,7 @@ class Drawer:
             self._in_range = True
 
     def has_independent_rows(self, function: RowFunction) -> bool:
-        """Return whether rows stay equal if other rows are replaced or removed, or if rows are added."""
+        """Return whether results for rows stay equal if other rows are replaced or removed, or if rows are added."""
         even_rows = torch.arange(0, self.rows, 2)
         for composition in Composition:
             output, y = self.outputs(), self.targets(composition)
@@ -101,7 +101,7 @@ class Drawer:
 def trial_rows(stream: FederatedStream) -> IntArray | None:
     """Return the indices of `ROWS` samples spread over the training data, or None if there is no training data.
 
-    The samples do not depend on the stream's seed.
+    The choice draws no random numbers. Indices repeat if there are fewer samples.
     """
     plan, rounds = stream.plan, stream.plan.num_rounds
     if stream.trainer is not None and stream.trainer.max_epochs is not None and stream.trainer.max_epochs >= 0:

@@ -51,7 +51,7 @@ class GradientAccumulation:
         is_manual: Sequence[LRSchedulerConfig] | None = None,
     ) -> None:
         self.accumulate_grad_batches = accumulate_grad_batches
-        # Whether the current batch is the last batch of its group.
+        # Whether the current batch is the last batch of its group. Batches of a group share one optimizer step.
         self.is_complete = True
         # Number of clients, in the first rows of a stack, that have a batch in the current group.
         self.is_active = 1
@@ -91,13 +91,16 @@ class GradientAccumulation:
         self._before_hooks = _copied([*map(group_values, optimizers)]), copy.deepcopy(self._schedules())
 
     def end_schedules(self, optimizer: Optimizer) -> None:
-        """Restore schedules and rates from the start of the round. Call this before schedules over rounds step."""
+        """Restore schedules and rates from the start of the round. Call this method before round schedules step.
+
+        Round schedules are schedulers with ``interval="epoch"``.
+        """
         if self._start is not None:
             groups, schedules = _copied(self._start[0]), copy.deepcopy(self._start[1])
             self._go_back([optimizer], [_with_rates(group_values(optimizer), groups[0])], schedules)
 
     def end_round(self, optimizers: Sequence[Optimizer], whole: bool = True, ranks: Ranks = SINGLE_RANK) -> None:
-        """Restore the optimizers after a round. If the round is complete, schedules over rounds keep their state.
+        """Restore the optimizers after a round. If the round is complete, round schedules keep their state.
 
         Args:
             optimizers: The module's optimizers.
@@ -114,7 +117,7 @@ class GradientAccumulation:
         if by_round:
             rates, snapshot = [*map(group_values, optimizers)], self._before_hooks
             schedules = self._schedules()
-            # If the schedules differ, a hook has stepped a schedule over rounds, and its rates are kept.
+            # If the schedules differ, a hook has stepped a round schedule, and the rates of this schedule are kept.
             if snapshot is not None and snapshot[1] == schedules:
                 rates = snapshot[0]
             groups = [_with_rates(*pair) for pair in zip(groups, rates, strict=True)]
@@ -173,7 +176,7 @@ class GradientAccumulation:
                     value=self.accumulate_grad_batches,
                 )
             gradient = p.grad.detach().clone()
-            # Clients after the first `active` rows have no more batches.
+            # Clients that are not in the first `active` rows have no more batches.
             if active < self.is_active:
                 gradient[active:] = 0
             self._sums[p] = self._sums[p].add_(gradient) if p in self._sums else gradient
@@ -242,7 +245,7 @@ def count_client_batches(trainer: L.Trainer) -> int | float:
     if not federation.batches:
         raise InvalidValueError(
             "Expected a client to train when `count_client_batches` is called, but no client trains.",
-            hint="Call it in a training step, or in the hooks of a batch.",
+            hint="Call the function in a training step, or in the hooks of a batch.",
             argument="count_client_batches",
         )
     return federation.batches

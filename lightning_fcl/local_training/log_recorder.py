@@ -31,12 +31,13 @@ _REDUCTIONS: dict[object, str] = {
 
 @dataclass(frozen=True)
 class LogEntry:
-    """A logged value of a step, without the value.
+    """The name and the other `log` arguments of a value that a step logs. The value itself is stored separately.
 
     Args:
-        name: Name of the value.
+        name: Name of the value. Empty for a call of `update_train_loss`.
         log_options: Other arguments of `log`.
-        reduction: Reduction of the values of an epoch: ``mean``, ``sum``, ``max`` or ``min``.
+        reduction: Reduction of the values of an epoch: ``mean``, ``sum``, ``max`` or ``min``. ``metric`` for a metric
+            object.
         size: Weight of a client's value in a mean.
     """
 
@@ -52,7 +53,7 @@ class MetricUpdate:
 
     Args:
         metric: Name of the metric in the module.
-        is_called: Whether the step calls the metric, instead of its `update`.
+        is_called: True if the step calls the metric object, False if the step calls the metric's `update`.
         arguments_spec: Structure of the nested arguments.
     """
 
@@ -76,7 +77,8 @@ class LogRecorder:
 
     Attributes:
         lines: Logged values and metric updates of the step, in order, without their tensors.
-        values: The tensors for each line: one value for a `LogEntry`, a list of the arguments for a `MetricUpdate`.
+        values: The tensors for each line. For a `LogEntry`, the value, or an empty list if a metric object is logged.
+            For a `MetricUpdate`, a list of the arguments.
     """
 
     def __init__(self, module: L.LightningModule) -> None:
@@ -148,7 +150,7 @@ class LogRecorder:
 
     def _keep(self, line: LogEntry, value: Tensor | float) -> None:
         if isinstance(value, Tensor):
-            # The step may change the tensor after it logs it.
+            # The step may change the tensor after logging.
             value = value.detach().clone()
         else:
             value = torch.tensor(value, dtype=torch.get_default_dtype(), device=self._module.device)
@@ -191,7 +193,7 @@ class LogRecorder:
                 self._module.log(name, metric, **line.log_options)
 
     def _update(self, line: MetricUpdate, values: Sequence[Tensor]) -> None:
-        """Update a metric once per client. Clients are not concatenated, because the arguments may have any shape."""
+        """Update a metric once per client. Arguments are not concatenated, because they may have any shape."""
         metric = self._metrics[line.metric]
         for client_values in zip(*values, strict=True):
             args, kwargs = tree_unflatten(list(client_values), line.arguments_spec)

@@ -53,7 +53,7 @@ def counting(trainer: L.Trainer, step: int, batches: int) -> Iterator[None]:
         count.update({name: step + (name in ("ready", "started")) for name in count})
     loop.batch_progress.is_last_batch = step == batches - 1
     trainer.fit_loop.max_batches = loop.max_steps = batches
-    # `trainer.train_dataloader`, which needs a length.
+    # This loader becomes `trainer.train_dataloader`, whose length user code may read.
     trainer.fit_loop._combined_loader = CombinedLoader(range(batches))
     try:
         yield

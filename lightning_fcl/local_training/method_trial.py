@@ -1,4 +1,4 @@
-"""Trial of methods: the penalty's gradient must be equal in a vectorized, padded step and for one client alone."""
+"""Trial of methods: the penalty and its gradient must be equal in a vectorized step and for a single client."""
 
 from __future__ import annotations
 
@@ -85,9 +85,9 @@ def method_obstacle(
 ) -> Obstacle | None:
     """Return an obstacle for the first method that cannot be vectorized, or None.
 
-    The trial runs each method that changes the loss in a vectorized step and for one client alone. The factor of the
-    task loss, the penalty and the gradient of the penalty must be equal. If batches are padded, the gradient of padding
-    must be 0, and padding must not change the gradients of other rows.
+    The trial runs each method that changes the loss twice: in a vectorized step, and for one client alone. The factor
+    of the task loss, the penalty and the gradient of the penalty must be equal. If batches are padded, the gradient of
+    padding must be 0, and padding must not change the gradients of other rows.
 
     Args:
         module: A copy of the module, with its Trainer.
@@ -183,7 +183,7 @@ class _MethodTrial:
     # The input of the trial.
 
     def _inputs(self, method: MethodBase) -> Iterator[_Inputs]:
-        """Yield inputs with random batches. The method states are from a first round, from a later round, or random."""
+        """Yield inputs with random targets. The method states are from a first round, from a later round, or random."""
         for composition in _COMPOSITIONS:
             batches, outputs = self._batches(composition)
             parts = [self._part(name, batch) for name, batch in zip(_NAMES, batches, strict=True)]

@@ -18,10 +18,10 @@ _BY_CLIENT = frozenset({"state", "param_groups", "defaults"})
 
 
 class ModuleSnapshot:
-    """A snapshot of attributes and non-persistent buffers of a module and its optimizers.
+    """A snapshot of the attributes of a module and its optimizers, and of the module's non-persistent buffers.
 
     The snapshot covers containers, tensors, arrays, random generators, networks, and objects of user classes. It does
-    not cover metrics of torchmetrics, datasets, and objects of this library and of Lightning.
+    not cover metrics of torchmetrics, datasets, or objects of this library and of Lightning.
 
     A list to which clients append items is a *record*. During training, a client's list does not contain the items of
     other clients. After each round, the list contains the items of all clients and of earlier rounds.
@@ -122,10 +122,10 @@ class ModuleSnapshot:
             self._shown = False
 
     def gather(self, value: list[Any], items: list[Any]) -> bool:
-        """Replace the items that clients of this round have appended to a list by ``items``.
+        """Write ``items`` to a list instead of the items that clients of this round have appended to the list.
 
         Returns:
-            Whether the list is a record.
+            Whether the list is part of the snapshot. If False, the list has not changed.
         """
         records = (part for part in self._parts if isinstance(part, ContainerValue) and part.value is value)
         record = next(records, None)

@@ -96,7 +96,7 @@ class _Cells(MutableMapping[str, Any]):
 
 
 class Outside:
-    """State outside a module that training can read, found through user code and the attributes of objects.
+    """State outside a module that training can read. It is found through user code and the attributes of the holders.
 
     Args:
         module: The module.
@@ -104,7 +104,7 @@ class Outside:
         ignored: Ids of objects that are not inspected, such as the Trainer.
 
     Attributes:
-        names: The holders, by the prefix of the names of the holder's attributes.
+        names: The holders. The key is the prefix that the names of the holder's attributes start with.
         shared: Prefixes of the names of class attributes, function attributes and variables.
         functions: User functions that training can call, by the `id` of the function.
     """
@@ -178,7 +178,7 @@ def _prefix(owner: type | FunctionType) -> str:
 
 
 def _metrics_in(path: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield a module if it is a metric, and the metrics in its attributes."""
+    """Yield pairs of a name and a metric: the module if it is a metric, and the metrics in its attributes."""
     prefix = f"{path}." if path else ""
     if isinstance(module, Metric):
         yield path, module
@@ -189,7 +189,7 @@ def _metrics_in(path: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _metrics_within(name: str, value: object) -> Iterator[tuple[str, Any]]:
-    """Yield a value if it is a metric. For a nested container, yield the metrics that it contains."""
+    """Yield pairs of a name and a metric: the value if it is a metric, or the metrics in a nested container."""
     if isinstance(value, Metric):
         yield name, value
     elif isinstance(value, dict):
@@ -214,13 +214,13 @@ def _is_state(value: object) -> bool:
 
 
 class Carried:
-    """State outside a module that is restored for each client, because training reads it.
+    """State outside a module that is restored for each client, because training reads it or may read it.
 
     Args:
         outside_state: All state outside the module.
         names: Names of the state that is restored.
         metrics: Names of the metrics that are reset for each client. At the end of a round, the values of all clients
-            are merged.
+            are merged, if `can_merge` returns True.
         whole: Prefixes of names. All state whose name starts with a prefix is restored, except metrics.
     """
 
@@ -259,7 +259,7 @@ class Carried:
 
 
 class ClientMetric:
-    """A metric that is reset for each client. At the end of a round, all updates are merged (if `can_merge`).
+    """A metric that is reset for each client. At the end of a round, all updates are merged if `can_merge` is True.
 
     Args:
         metric: The metric.
@@ -279,7 +279,7 @@ class ClientMetric:
         self._open = True
 
     def show(self) -> None:
-        """Merge the updates of all clients into the metric, at the end of a round."""
+        """Merge the updates of all clients into the metric at the end of a round, if `can_merge` is True."""
         if self._open:
             self._close()
             self._open = False

@@ -25,7 +25,7 @@ from lightning_fcl.snapshot_values import (
 INTERNAL = frozenset(vars(L.LightningModule()))
 """Attributes of a module that Lightning and torch set."""
 NO_STATE = (*CONSTANT, types.FunctionType, types.MethodType)
-# These objects are not state of clients. They include objects of this library and datasets.
+# Prefixes of module names. Objects of classes in these modules, such as datasets, are not state of clients.
 NOT_OF_CLIENTS = (*LEFT_ALONE, "lightning_fcl.", "torch.utils.")
 
 
@@ -40,8 +40,8 @@ class Search:
 
     Attributes:
         parts: Attributes and contents of containers, with their values at the time of the search.
-        modes: Prefix of the names, network, and training mode of each network.
-        learn: Name, parameter, and `requires_grad` of each parameter.
+        modes: For each network: the prefix of its names, the network, and its training mode.
+        learn: For each parameter: its name, the parameter, and its `requires_grad`.
         leaves: Tensors that require gradients and are not parameters of a network.
         metrics: Inspected metrics, by name.
         unknown: Names of objects that cannot be inspected, such as iterators.
@@ -66,7 +66,7 @@ class Search:
         self._records = records or {}
 
     def look(self, named_values: Iterable[tuple[str, Any]]) -> None:
-        """Add the given values, which are pairs of a name and a value, and all state that is reachable from them."""
+        """Add values and all state that is reachable from them. ``named_values`` contains pairs of a name and a value."""
         todo = list(named_values)
         while todo:
             name, value = todo.pop()

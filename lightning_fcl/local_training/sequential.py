@@ -33,7 +33,7 @@ from lightning_fcl.validation import format_code_names
 
 
 class SequentialTrainer:
-    """A trainer of one client at a time, for any LightningModule and all hooks that Lightning calls around a step.
+    """A trainer that trains one client at a time. It supports all hooks that Lightning calls around a step.
 
     Args:
         module: The module.
@@ -63,7 +63,7 @@ class SequentialTrainer:
         self._begun: list[list[dict[str, Any]]] = []
         # Losses of the client's steps.
         self._losses: list[Tensor] = []
-        # Context of the random numbers of a step and its backward pass.
+        # Context in which a step and its backward pass draw random numbers.
         self._random = KeyedRandomness(torch.empty(0))
         # Whether the client's steps may draw random numbers. The first step of the client determines the value.
         self._draws = True
@@ -125,7 +125,7 @@ class SequentialTrainer:
             raise InvalidValueError(
                 "Expected a module whose state exists before training, but a training step of client "
                 f"{self._client_rounds[0].client_id} has created {format_code_names(new)}.",
-                hint="Create it in `__init__` or in `configure_model`.",
+                hint="Create the state in `__init__` or in `configure_model`.",
                 argument=new[0],
             )
         losses: list[float] = torch.cat([loss.flatten() for loss in self._losses]).tolist() if self._losses else []
@@ -150,12 +150,14 @@ class SequentialTrainer:
 def reraise_batchnorm_error(error: ValueError, client_round: ClientRound) -> None:
     """Raise InvalidValueError with the client's name if batch normalization failed on a batch of one sample.
 
-    A trial before the first round finds most of these modules. The trial does not find a module whose step fails in it.
+    A trial before the first round finds most of these modules. The trial cannot decide if the module also fails on two
+    samples in the trial.
     """
     if match_error(error, LibraryError.ONE_SAMPLE):
         raise InvalidValueError(
             f"Expected batches of at least two samples for batch normalization, but client {client_round.client_id} "
-            f"has a batch of one sample in round {client_round.round_idx}, of {client_round.num_samples} samples.",
+            f"has a batch of one sample in round {client_round.round_idx} (samples of the client in this round: "
+            f"{client_round.num_samples}).",
             hint="Use a `batch_size` that leaves no single sample, and a partition that gives each client at least two "
             "samples.",
         ) from error

@@ -57,7 +57,7 @@ def why_not_single_sample(
 
 
 def has_single_samples(stream: FederatedStream) -> bool:
-    """Return whether a batch of any client in any round has only one sample."""
+    """Return whether a batch of any client in any round can have only one sample."""
     sizes = {len(rows) for current in stream.plan.different_rounds for rows in current.values()}
     return any(size % stream.batch_size == 1 or (size and stream.batch_size == 1) for size in sizes)
 
@@ -86,7 +86,7 @@ def _why_not(
         except Exception as error:  # User code may raise any exception.
             return f"`{type(error).__name__}: {first_line(error)}`"
     finite = all(bool(torch.isfinite(value).all()) for value in results if value.is_floating_point())
-    return None if finite else "its loss or its gradient is non-finite"
+    return None if finite else "its output, its loss or a gradient is non-finite"
 
 
 def _train(module: L.LightningModule, batch: Batch) -> list[Tensor]:

@@ -36,7 +36,7 @@ from lightning_fcl.methods.replay_samples import DrawnSamples
 
 
 class StackedTrainer(ABC):
-    """A trainer of copies of one module, one copy per client. Each tensor has shape (clients, ...).
+    """A trainer of copies of one module, one copy per client. Each stacked tensor has shape (clients, ...).
 
     Subclasses define the training step.
 
@@ -44,7 +44,7 @@ class StackedTrainer(ABC):
         module: The module. The parameters of this module are not changed.
         methods: Methods of the module's Trainer.
         optimizer: Optimizer of the module. The stacked optimizer has the same class and options.
-        num_vectorized_clients: Number of clients in a vectorized step.
+        num_vectorized_clients: Maximum number of clients in a vectorized step.
         seed: Seed of random layers and replay samples.
 
     Attributes:
@@ -242,7 +242,10 @@ class StackedTrainer(ABC):
         return unit * scale, extra
 
     def update_finite(self, losses: Tensor) -> None:
-        """Update `has_finite_loss` with a step's losses, shape (clients with a batch,). These clients come first."""
+        """Update `has_finite_loss` with the losses of a step, shape (clients with a batch,).
+
+        The clients with a batch are the first clients of the stack.
+        """
         self.has_finite_loss = self.has_finite_loss.to(losses.device)
         self.has_finite_loss[: len(losses)] &= losses.detach().isfinite()
 
@@ -301,7 +304,8 @@ def _check_alike(method: MethodBase, clients: Sequence[ClientRound], memories: S
                     f"Expected the client states of `{type(method).__name__}` to have the same entries for all clients "
                     f"of a vectorized step, but `{name}` differs between client {clients[0].client_id} and client "
                     f"{client_round.client_id}.",
-                    hint="Add the missing entries in `prepare_client_state`, or set `vectorizable = False`.",
+                    hint="Return entries with the same names and shapes in `prepare_client_state`, or set "
+                    "`vectorizable = False`.",
                     argument=f"{type(method).__name__}",
                 )
 
@@ -309,7 +313,8 @@ def _check_alike(method: MethodBase, clients: Sequence[ClientRound], memories: S
 def stack_common(rows: Sequence[StateSection]) -> StateSection:
     """Return the method states of several clients as one stacked state, with only the tensors that have equal shapes.
 
-    `DrawnSamples` and `JoiningSamples` add replay samples to a step, because the number of samples differs by client.
+    Replay samples are left out if their number differs between clients. `DrawnSamples` and `JoiningSamples` add these
+    samples to a step.
     """
     common = [name for name in rows[0] if all(name in row and row[name].shape == rows[0][name].shape for row in rows)]
     return {name: torch.stack([row[name] for row in rows]) for name in common}

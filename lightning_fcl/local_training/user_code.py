@@ -1,4 +1,4 @@
-"""Analysis of user code in a training step: functions, the names in functions, and whether a trial can run them."""
+"""Analysis of user code in a training step: reachable functions, used names, and whether a trial can run the code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PACKAGES = frozenset(
     {
         *("lightning", "pytorch_lightning", "lightning_fcl", "lightning_utilities", "torch", "torchvision"),
         *("torchaudio", "torchmetrics", "numpy", "scipy", "sklearn", "pandas", "builtins", "einops"),
-        # pytest replaces `assert` by calls of its functions. All collected tests are reachable through them.
+        # pytest replaces `assert` by calls of its own functions, from which all collected tests are reachable.
         *("typing_extensions", "pytest", "_pytest", "pluggy"),
         *sys.stdlib_module_names,
     }
@@ -74,7 +74,7 @@ def _function(value: object) -> FunctionType | None:
         value = value.__func__
     try:
         value = inspect.unwrap(value) if callable(value) else value
-    except Exception:  # A placeholder for a missing package raises for each attribute.
+    except Exception:  # A placeholder for a missing package raises an error for each attribute.
         return None
     return value if isinstance(value, FunctionType) and is_users(value) else None
 

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 AFTER = 1000
 """Number of steps with equal shapes before the step is traced. Tracing takes as long as several hundred steps.
 
-The first trace of a process takes about one second more.
+The first trace of a process takes about 1 s more.
 """
 
 _KNOWN = ("torch.nn.modules.", "torchmetrics.", "lightning_fcl.")
@@ -40,7 +40,7 @@ Step = Callable[[list[Tensor], list[Tensor], list[Tensor]], list[Any]]
 
 
 class TracedStep:
-    """A step that is traced after a number of calls. The trace replaces the step if both results are bitwise equal.
+    """A step that is traced after a number of calls. The trace replaces the step if both results are exactly equal.
 
     The step may depend only on its tensors and their shapes. All other values are fixed when the step is traced. See
     `is_traceable`.
@@ -95,7 +95,7 @@ class TracedStep:
 
 
 def is_traceable(module: nn.Module) -> bool:
-    """Return whether a step can be traced: all modules are of torch, torchmetrics or this library.
+    """Return whether a step can be traced: all submodules are from `torch.nn`, torchmetrics or this library.
 
     Example:
         >>> is_traceable(nn.Sequential(nn.Linear(1, 1), nn.Dropout()))
@@ -105,10 +105,11 @@ def is_traceable(module: nn.Module) -> bool:
 
 
 class VectorizedTrainer(StackedTrainer):
-    """A trainer of copies of one module for several clients with `sample_loss`, on padded and stacked batches.
+    """A trainer of copies of one module, one per client. It computes `sample_loss` on padded and stacked batches.
 
-    Batches of unequal size are padded. Clients without a further batch are not computed and do not change. The results
-    equal those of sequential training, up to the rounding of batched matrix products.
+    Batches of unequal size are padded. Clients that have no batch left are not computed and do not change. The results
+    equal those of sequential training, up to the rounding of batched matrix products. Random layers that use no key
+    (see `KeyedRandomness`) are an exception, because they draw different numbers.
 
     Args:
         module: The module, which has a `sample_loss`.
@@ -153,7 +154,7 @@ class VectorizedTrainer(StackedTrainer):
     def gradients(self, loss: Tensor) -> Sequence[Tensor | None]:
         step_gradients = self._known
         if step_gradients is None:
-            # `loss.backward()` would copy each gradient whose memory order differs from its parameter's.
+            # `loss.backward()` would copy each gradient whose memory order differs from that of its parameter.
             step_gradients = torch.autograd.grad(loss, list(self.params.values()), allow_unused=True)
         return self.reorder_gradients(step_gradients)
 
@@ -246,7 +247,7 @@ class StackedPrecision(Precision):
         self._trainer = trainer
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """Compute the gradients, in a vectorized step with the stacked trainer, otherwise as Lightning does."""
+        """Compute gradients with the stacked trainer in a vectorized step. Otherwise compute them as Lightning does."""
         trainer = self._trainer()
         if not isinstance(trainer, StackedTrainer):
             super().backward(tensor, model, optimizer, *args, **kwargs)

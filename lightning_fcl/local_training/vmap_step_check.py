@@ -82,7 +82,7 @@ _UNLIKE = {"loss": Reason.STEP_LOSS, "gradients": Reason.STEP_GRADIENTS, "logs":
 
 
 class _StepOutcome(NamedTuple):
-    """Result of one client's step: logged lines without values, and the loss, gradient and logged values as tensors."""
+    """Result of one client's step: logged lines without values, and the loss, flat gradient and logged values."""
 
     lines: Sequence[LogEntry | MetricUpdate]
     loss: Tensor

@@ -34,7 +34,7 @@ from lightning_fcl.validation import format_code_names
 
 
 class StepTrainer(StackedTrainer):
-    """A trainer of copies of one module for several clients, with the module's own `training_step` under `vmap`.
+    """A trainer of copies of one module, one per client. It runs the module's own `training_step` under `vmap`.
 
     Batches are not padded. In a step, clients whose batches have the same shape form a group. Each group is vectorized,
     and the groups run one after another. All groups contribute to one gradient and one optimizer step. Logged values
@@ -88,7 +88,7 @@ class StepTrainer(StackedTrainer):
         return loss
 
     def group_losses(self, groups: Sequence[ShapeGroup], batch_idx: int | None) -> Tensor | None:
-        """Return the sum of the clients' losses, or None. Store the losses and logs in `losses` and `logged`."""
+        """Return the sum of the clients' losses, or None if the step returns no loss. Set `losses` and `logged`."""
         device = groups[0].rows.device
         keys, method_inputs = self.next_keys(device), self.method_inputs(device) if self.methods else {}
         self.losses, self.logged, self._leaves = torch.zeros(self.number, device=device), [], []
@@ -128,7 +128,7 @@ class StepTrainer(StackedTrainer):
             losses, values = vectorized_step(params, rest, keys, method_inputs, batch)
         except Exception as error:
             error.add_note(
-                "This step was vectorized over several clients. If it depends on values of tensors, or if it stores "
+                "This step was vectorized over several clients. If the step depends on values of tensors, or stores "
                 "values or draws random numbers in some steps only, set `max_vectorized_clients=1`."
             )
             if isinstance(error, ValueError):
@@ -200,7 +200,10 @@ class StepTrainer(StackedTrainer):
         return list(zip(self.params.values(), stacked_gradients, strict=True))
 
     def _gathered(self, parts: Sequence[tuple[Tensor, Tensor | None]]) -> Tensor | None:
-        """Return the stacked gradients of one parameter, or None. The gradient is 0 for clients without a batch."""
+        """Return the stacked gradients of one parameter, or None if no client has a gradient.
+
+        The gradient is 0 for clients without a batch.
+        """
         client_gradients = [(rows, gradient) for rows, gradient in parts if gradient is not None]
         if not client_gradients or (len(parts) == 1 and len(parts[0][0]) == self.number):
             return parts[0][1]

@@ -106,8 +106,8 @@ def check_checkpoint(
     counts = [*counts.values()] if isinstance(counts, dict) else []
     if not 0 <= epoch <= rounds or not counts or any(count not in (epoch, epoch + 1) for count in counts):
         raise InvalidValueError(
-            f"Expected `epoch` of the checkpoint {path} to be equal to the epoch of its training loop and between 0 "
-            f"and {rounds}, but got {epoch}, and {format_code_names(counts)} in the training loop.",
+            f"Expected `epoch` of the checkpoint {path} to match the epoch counters of its training loop and to be "
+            f"between 0 and {rounds}, but got {epoch}. The counters are: {format_code_names(counts) or 'missing'}.",
             hint="Resume from another checkpoint.",
             argument="epoch",
             value=epoch,
@@ -183,7 +183,7 @@ def check_same_settings(saved_settings: Mapping[str, Any], current_settings: Map
 
 
 def _check_contents(checkpoint: Mapping[str, Any], path: object) -> None:
-    """Raise ValueError if a checkpoint lacks a required state.
+    """Raise ValueError if a checkpoint lacks a required state, or if a field has the wrong type.
 
     Without this check, training would silently start from the beginning.
     """

@@ -45,7 +45,7 @@ def check_states(callbacks: Iterable[Callback]) -> None:
     for callback in callbacks:
         try:
             state = callback.state_dict()
-        except Exception:  # Some callbacks have no state before training.
+        except Exception:  # Some callbacks cannot return a state before training.
             continue
         _Content().plain(state, ("callbacks", callback.state_key))
 
@@ -103,7 +103,7 @@ def _checked(value: Any, path: tuple[object, ...]) -> Any:
     raise InvalidValueError(
         f"Expected checkpoints to contain only tensors and plain values, but `{_name_of(path)}` is a "
         f"`{type(value).__name__}`. A checkpoint with this value could not be read.",
-        hint=f"In {owner}, convert it to numbers, text, tensors, or lists and dicts of them.",
+        hint=f"In {owner}, convert the value to numbers, text, tensors, or lists and dicts of such values.",
         argument=_name_of(path),
         value=value,
     )
@@ -134,7 +134,7 @@ def is_data(value: object) -> bool:
 
 
 def drop_objects(checkpoint: dict[str, Any]) -> list[str]:
-    """Remove the hyperparameters of a checkpoint that cannot be read without running code. Return their names.
+    """Remove hyperparameters from a checkpoint if reading them would run code. Return the names of the removed ones.
 
     With these hyperparameters, `torch.load` with ``weights_only=True`` could not read the checkpoint.
     """

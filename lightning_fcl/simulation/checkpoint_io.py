@@ -24,8 +24,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     on another disk, the move is a copy. A killed process or a full disk then leaves an incomplete file. For remote
     paths, such as ``s3://...``, and if ``storage_options`` are given, this plugin calls Lightning's plugin.
 
-    In a run folder, a separate file contains the record of rounds. A checkpoint in a subfolder of the run folder
-    contains the size and the checksum of that file instead of the record.
+    If ``run`` is given, a separate file in the run folder contains the record of rounds. A checkpoint in a direct
+    subfolder of the run folder contains the size and the checksum of that file instead of the record.
 
     Args:
         run: The folder of the run. None: no run folder, so each checkpoint contains its record.

@@ -93,7 +93,7 @@ class ClientGroup:
 
     @property
     def local_epoch(self) -> int:
-        """Local epoch of the current batch, from 0. In a vectorized group: of the client with the most batches."""
+        """Local epoch of the current batch, from 0. Vectorized: the epoch of the client with the most batches."""
         return self._epoch(0, self.step)
 
     @property
@@ -158,8 +158,8 @@ class ClientGroup:
         """Yield batches of samples that are in memory."""
         rows, places = np.concatenate(self._rows), self._places()
         rehearsed, pool = self.clients.num_replay_samples, None
-        # Samples that are used in several epochs are copied to one pool. Samples stored as pixels are copied only
-        # if there are replay samples, because pixels need less memory than the copy.
+        # Samples that are used in several epochs, or together with replay samples, are copied to one pool. Samples
+        # stored as pixels are copied only if there are replay samples, because pixels need less memory than the copy.
         seen_again = self._epochs.max() > 1 and self._stream.samples.scale is None
         if seen_again or (rehearsed is not None and rehearsed.any()):
             pool = concat_nested([self._stream.get_samples(rows), *(own.samples for own in extra if len(own))])

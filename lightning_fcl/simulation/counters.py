@@ -80,7 +80,7 @@ class ClientCounters:
         Args:
             trainer: The Trainer.
             client_group: The clients.
-            local_steps: The optimizer steps of these clients.
+            local_steps: The gradient accumulation of these clients.
             optimizers: The module's optimizers.
         """
         self.end()
@@ -242,7 +242,10 @@ def _subtract(offsets: list[tuple[Count, Count]]) -> None:
 
 
 def snapshot_progress(trainer: L.Trainer) -> Callable[[], None]:
-    """Save a Trainer's counters at the start of an epoch. Return a function that restores them as before the epoch."""
+    """Save a Trainer's counters at the start of an epoch.
+
+    Return a function that restores the counters to their values before the epoch.
+    """
     epochs, loop = trainer.fit_loop.epoch_progress, trainer.fit_loop.epoch_loop
     optimizer = loop.automatic_optimization.optim_progress.optimizer
     counters = [epochs, loop.batch_progress, loop.scheduler_progress, optimizer.step, optimizer.zero_grad]

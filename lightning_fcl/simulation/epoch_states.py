@@ -26,11 +26,11 @@ _OTHERS = ("torch.", "torchmetrics.", "lightning.", "lightning_fcl.")  # package
 
 
 class EpochStates:
-    """Metrics, lists and counters of the module and of callbacks that all ranks merge at the end of a round.
+    """Metrics, lists and counters of the module and of callbacks. All ranks merge their values at the end of a round.
 
     Each rank trains different clients. During a round this class records the contribution of each group of clients
     that train at the same time. At the end of the round, every rank adds the contributions of all ranks, in the order
-    in which a single process would train the groups. All ranks then have the same state, and nothing is counted twice.
+    in which a single process would train the groups. All ranks then have equal values, and nothing is counted twice.
 
     With one rank the class does nothing.
 
@@ -109,7 +109,7 @@ class EpochStates:
         self._metrics = self._attributes = self._last = None
 
     def merge_ranks(self) -> None:
-        """Merge the states of all ranks, once per round. All ranks must call this at the same time."""
+        """Merge the states of all ranks, once per round. All ranks must call this method at the same time."""
         metrics, attributes = self._metrics, self._attributes
         if metrics is None or attributes is None:
             return
@@ -128,11 +128,11 @@ class EpochStates:
         self._named |= unmerged_names
         if new and self._ranks.rank == 0:
             log.warning(
-                "Did not merge `%s` over %d processes: at the end of an epoch each process has only the values of the "
+                "Did not merge %s over %d processes: at the end of an epoch each process has only the values of the "
                 "clients that it trained. Use a torchmetrics metric whose states have a `dist_reduce_fx`, a list to "
                 "which training appends, or an integer that only increases. You can also gather values with "
                 "`trainer.strategy.ranks.all_gather_object`.",
-                format_names(new).replace(", ", "`, `"),
+                format_names(f"`{name}`" for name in new),
                 self._ranks.num_ranks,
             )
 
@@ -140,8 +140,8 @@ class EpochStates:
 def _find(module: L.LightningModule) -> tuple[dict[str, Metric], dict[str, dict[str, Any]]]:
     """Return the metrics of a module and of the callbacks, and the attributes of users' objects, both by path.
 
-    Metrics with persistent states are left out. Users' objects are objects whose classes are not from PyTorch,
-    Lightning, torchmetrics or lightning_fcl.
+    Metrics with persistent states are left out. Users' objects are submodules, callbacks and other objects that are not
+    from PyTorch, Lightning, torchmetrics or lightning_fcl.
     """
     metrics: dict[str, Metric] = {}
     attributes: dict[str, dict[str, Any]] = {}
@@ -163,7 +163,7 @@ def _find(module: L.LightningModule) -> tuple[dict[str, Metric], dict[str, dict[
         elif isinstance(value, nn.Module):
             todo += [(f"{path}.{name}", part) for name, part in value.named_children()]
             if isinstance(value, Metric):
-                if not set(value.metric_state) & set(value.state_dict()):  # Persistent states belong to the server.
+                if not set(value.metric_state) & set(value.state_dict()):  # Persistent states are server state.
                     metrics[path] = value
             elif not type(value).__module__.startswith(_OTHERS):
                 user_attributes = {name: part for name, part in vars(value).items() if name not in INTERNAL}
@@ -179,7 +179,7 @@ def _find(module: L.LightningModule) -> tuple[dict[str, Metric], dict[str, dict[
 def _is_users(callback: Callback) -> bool:
     """Return whether a user wrote a callback.
 
-    If so, neither its class nor a base class is from Lightning or lightning_fcl, except `Callback`.
+    This is the case if neither its class nor a base class, except `Callback`, is from Lightning or lightning_fcl.
     """
     packages = ("lightning.", "lightning_fcl.")
     return not any(kind.__module__.startswith(packages) for kind in type(callback).__mro__ if kind is not Callback)

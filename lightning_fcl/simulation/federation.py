@@ -51,7 +51,9 @@ def require_started(value: T | None, description: str) -> T:
         description: The event after which the value exists, such as "a fit". The error message contains it.
     """
     if value is None:
-        raise InvalidStateError(f"Expected {description} to have started, but none has. Call `trainer.fit` first.")
+        raise InvalidStateError(
+            f"Expected {description} to have started, but none has started. Call `trainer.fit` first."
+        )
     return value
 
 
@@ -61,7 +63,7 @@ class Federation:
 
     Args:
         settings: The settings.
-        server: The server: its state, the record of the round, and the store of client states.
+        server: The server, which contains the server state, the record of the round, and the client states.
         participation: The object that samples the clients of each round.
         is_client_model: Whether the module currently has a client's model, see `client_model`.
         methods: The methods among the Trainer's callbacks.
@@ -74,7 +76,7 @@ class Federation:
             clients train vectorized.
         ranks: The processes of the federation.
         limits: The Trainer's limits of batches and epochs.
-        local_steps: The optimizer steps of the clients that train.
+        local_steps: Gradient accumulation and learning rate schedules of the clients that currently train.
         counters: The Trainer's counters of batches and steps.
         loose: State of the module that is not in its `state_dict` and is restored for each client. None before a round
             and if clients train vectorized.
@@ -123,7 +125,7 @@ class Federation:
 
     @property
     def batches(self) -> int:
-        """Number of batches of the client with the most batches in the current group, or 0 if no client trains."""
+        """Number of batches of the client with the most batches among the current clients. 0 if no client trains."""
         progress = self.progress
         return len(progress.client_group) if progress is not None and progress.client_group is not None else 0
 
@@ -133,7 +135,10 @@ class Federation:
         return self.local_steps.scheduled
 
     def use_optimizer(self, trainer: L.Trainer) -> None:
-        """Give the Trainer the optimizer of the current clients. Between clients, give it the module's optimizers."""
+        """Set the Trainer's optimizers to the local trainer's optimizer while clients train.
+
+        Between clients, or if the local trainer has no optimizer, set them to the module's optimizers.
+        """
         client_optimizer = self.local_trainer.optimizer if self.current_round.client_group is not None else None
         active_optimizers = [client_optimizer] if client_optimizer is not None else self.optimizers
         if trainer.optimizers != active_optimizers:
@@ -149,7 +154,10 @@ class Federation:
         return [self.stream.client_round(c, round_idx) for c in self.stream.plan.train[round_idx] if c in present]
 
     def ending_clients(self, round_idx: int) -> list[ClientRound]:
-        """Return the clients whose experience ends with a round, in the plan's order, even if they have no samples."""
+        """Return the clients whose experience ends with a round, in the plan's order, even if they have no samples.
+
+        Clients that have left the federation are left out.
+        """
         unavailable = self.participation.unavailable(round_idx)
         parts = [self.stream.client_round(c, round_idx) for c in self.stream.plan.clients if c not in unavailable]
         return [part for part in parts if part.is_last_round]
@@ -157,20 +165,20 @@ class Federation:
     def client_state_dict(self, client: str, server: State | None = None) -> State:
         """Return the state that a client predicts with.
 
-        This state is the server's state with the client-local parameters. Methods that override `personalize` can
-        change this state.
+        This state is the server's state with the client-local tensors of the client. Methods that override
+        `personalize` can change this state.
 
         Args:
             client: The client.
-            server: The server's state. None: the current state of the module. If nothing is client-local and no method
-                changes the state, this object itself is returned, not a copy.
+            server: The server's state. None: the current state of the module. If the client has no client-local tensors
+                and no method changes the state, this object itself is returned, not a copy.
 
         Raises:
             ValueError: If the stream does not contain the client, or before a fit.
         """
         stream = find_stream(self.module.trainer) if self.lightning_module is not None else None
         if stream is None or client not in stream.plan.experiences:
-            client_names = format_names(stream.plan.clients) if stream is not None else "none before a fit"
+            client_names = format_names(stream.plan.clients) if stream is not None else "there are none before a fit"
             raise InvalidValueError(
                 f"Expected `client` to be one of the stream's clients ({client_names}), but got {client}.",
                 argument="client",
@@ -191,10 +199,10 @@ def warn_of_local_tensors(federation: Federation) -> None:
     local_names = [name for name in trainable_parameters(federation.module) if rules[name].is_local]
     if local_names and not federation.is_client_model:
         log.warning(
-            "The module is the server's model. Its %s%s was not trained, because it is client-local. To evaluate a "
-            "client's model, use `with client_model(trainer, client):`.",
+            "The module is the server's model. Client-local parameters of the server's model are not trained: %s%s. To "
+            "evaluate a client's model, use `with client_model(trainer, client):`.",
             local_names[0],
-            " (and more)" if len(local_names) > 1 else "",
+            " and more" if len(local_names) > 1 else "",
         )
 
 

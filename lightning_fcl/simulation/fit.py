@@ -66,8 +66,8 @@ def start_fit(federation: Federation, optimizers: list[Optimizer], step: Callabl
 def choose_min_batch_size(federation: Federation, optimizers: Sequence[Optimizer]) -> None:
     """Set the minimum batch size to 2 if some batches have one sample and the module cannot train on one sample.
 
-    With a minimum of 2, a last batch of one sample is merged into the batch before it. A client with one sample in a
-    round is skipped. In all other cases the minimum is 1.
+    Otherwise the minimum is 1. With a minimum of 2, a last batch of one sample is merged into the batch before it, and
+    a client with one sample in a round is skipped.
 
     Args:
         federation: The federation.
@@ -124,7 +124,7 @@ def take_over_steps(federation: Federation, trainer: L.Trainer) -> None:
     by_hand = None if module.automatic_optimization else by_round
     federation.local_steps = GradientAccumulation(trainer.accumulate_grad_batches, by_step, step, by_hand)
     trainer.accumulate_grad_batches = 1
-    # A train loader is one round. Rounds may be short and differ in length, so Lightning's warnings do not apply.
+    # Each round has a new train loader. Rounds may be short and differ in length, so Lightning's warnings do not apply.
     trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
     for message in ("The number of training batches", "You're resuming from a checkpoint that ended before"):
         warnings.filterwarnings("ignore", message)

@@ -83,13 +83,13 @@ class GlooRanks:
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Raise ConnectionFailedError with an explanation if another rank has exited."""
+    """Raise ConnectionFailedError with an explanation if the exchange fails, for example if another rank has exited."""
     try:
         yield
     except RuntimeError as error:
         raise ConnectionFailedError(
-            "Expected all processes of the federation to exchange data at the end of a round, but one process has "
-            "exited. Its error message, if any, is printed above.",
+            "Expected all processes of the federation to exchange data, but the exchange failed. Another process has "
+            "probably exited. Its error message, if any, is printed above.",
             hint="Resume from the newest checkpoint. The number of `devices` may differ.",
         ) from error
 
@@ -97,8 +97,8 @@ def _explained() -> Iterator[None]:
 def connect_ranks(environment: ClusterEnvironment, rank: int, num_ranks: int, num_nodes: int) -> Ranks:
     """Connect to the other processes, and return the connection.
 
-    On one machine, the processes connect by the rendezvous file, if there is one. Otherwise they connect by the main
-    address and port of the environment.
+    On one machine, the processes connect through the rendezvous file, if there is one. Otherwise they connect through
+    the main address and port of the environment.
     """
     os.environ.setdefault("MASTER_ADDR", environment.main_address)
     os.environ.setdefault("MASTER_PORT", str(environment.main_port))

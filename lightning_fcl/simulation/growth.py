@@ -143,7 +143,7 @@ def apply(
     if isinstance(value_change, Entries):
         target = value_change.kind() if value is _ABSENT else value
         for key in value_change.parts.keys() - (content or {}).keys():
-            target.pop(key, None)  # Removes new keys first, so that they are inserted in the order of the clients.
+            target.pop(key, None)  # Remove new keys, so that the loop below adds them in the order of the clients.
         for key, entry_change in value_change.parts.items():
             target[key] = apply((content or {}).get(key), entry_change, extend)
         return target

@@ -1,7 +1,8 @@
 """Calls of hooks while a client trains: a user's hooks read the client's counters.
 
-Lightning calls all hooks through three functions of one module. If a Trainer has hooks that a user wrote, these
-functions are replaced while clients train. For other Trainers, the replacements only call Lightning's functions.
+Lightning calls the hooks of callbacks, the module and the data module through three functions of its module `call`. If
+a Trainer has hooks that a user wrote, these functions are replaced while clients train. For other Trainers, the
+replacements only call Lightning's functions.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _originals: list[Any] = []  # Lightning's functions, while they are replaced
 
 
 def find_users(trainer: L.Trainer) -> Users:
-    """Return the ids of the objects that have a hook written by a user, by the hook's name.
+    """Return the ids of the objects with a user-defined hook, for each hook that runs during a client's training.
 
     Bookkeeping callbacks, such as progress bars, are left out.
     """
@@ -114,7 +115,7 @@ def skip_batch_end(module: L.LightningModule) -> None:
 
 @contextmanager
 def without_batch_hooks(module: L.LightningModule) -> Iterator[None]:
-    """Temporarily skip all callbacks except `FitHooks`, and the module's `on_train_batch_end`.
+    """Temporarily skip all callbacks except `FitHooks`, and skip the module's `on_train_batch_end`.
 
     If a process has no clients in a round, the only batch of the process is empty and is not a batch of a client.
     """

@@ -1,4 +1,4 @@
-"""The callback that starts and ends the clients and rounds of a federation within the hooks of a Trainer.
+"""The callback that runs the steps of a federation's clients and rounds in the hooks of a Trainer.
 
 Lightning's counters count the batches of all clients. If a round is interrupted, the counters from before the round
 are restored.
@@ -58,7 +58,7 @@ def common_batches(federation: Federation) -> int:
     vary = [method for method in methods if overrides_hook(method, "local_epochs") or joins_batches(method)]
     if len(counts) == 1 and not vary:
         return int(counts[0])
-    reason = f"`{type(vary[0]).__name__}` changes it" if vary else f"it is between {counts.min()} and {counts.max()}"
+    reason = f"`{type(vary[0]).__name__}` can change it" if vary else f"it is between {counts.min()} and {counts.max()}"
     raise InvalidValueError(
         "Expected the number of batches to be the same for all clients and rounds, because `configure_optimizers` uses "
         f"this number (for example `trainer.estimated_stepping_batches`), but {reason}.",
@@ -87,12 +87,12 @@ class FitHooks(Callback):
         self.settings: dict[str, list[dict[str, Any]]] = {}  # initial settings of optimizers and schedulers
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Apply the limits of batches and epochs before other callbacks run, which may read the number of rounds."""
+        """Apply the limits of batches and epochs before other callbacks can read the number of rounds."""
         if stage == "fit":
             self.federation.limits.apply(trainer, find_stream(trainer))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Start the server from the module's state."""
+        """Start the server with the module's state."""
         self.has_started = True
         federation = self.federation
         if trainer.checkpoint_callbacks:
@@ -132,7 +132,10 @@ class FitHooks(Callback):
         self.federation.placement = None
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Prepare a round. Its train loader exists already, so the user's reload setting applies to other loaders."""
+        """Prepare a round. From now on, the user's `reload_dataloaders_every_n_epochs` applies to other loaders.
+
+        The train loader of the round already exists.
+        """
         self._hide_left()
         self._undo_progress = snapshot_progress(trainer)
         self.federation.limits.finish_current_round(trainer)
@@ -143,11 +146,11 @@ class FitHooks(Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
     ) -> None:
-        """Use the optimizer of the current clients, and keep the gradients of earlier batches of the same step."""
+        """Use the optimizer of the current clients, and keep the gradients of batches that share an optimizer step."""
         federation = self.federation
         federation.use_optimizer(trainer)
         if not federation.local_steps.is_first_batch:
-            # Lightning zeroes gradients if this value divides `batch_idx`. `training_step` sets it back to 1.
+            # Lightning zeroes gradients if this value divides `batch_idx`. `training_step` sets the value back to 1.
             trainer.accumulate_grad_batches = batch_idx + 1
         require_started(self._logs, "a fit").start_batch(batch)
         client_group = federation.current_round.client_group
@@ -174,9 +177,10 @@ class FitHooks(Callback):
             self._logs.start_batch(None)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """End the round. Hooks that run after this hook can read the attributes of the last client."""
+        """End the round. Hooks that run after this hook can read the attribute values of the last client."""
         self._end_round(trainer)
-        trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]  # Creates the next round's loader.
+        # With this value, Lightning creates a new train loader for the next round.
+        trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
         require_started(self._logs, "a fit").reduce_and_log()
         if self.federation.loose is not None:
             self.federation.loose.expose_last_client()

@@ -24,7 +24,7 @@ _REMEDY = (
 
 @dataclass
 class Isolation:
-    """State that passes between clients outside the module, as found by a trial before the first round.
+    """State that could pass from one client to the next, as found by a trial before the first round.
 
     Args:
         module: The module's name.

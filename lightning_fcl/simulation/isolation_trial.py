@@ -1,4 +1,4 @@
-"""A trial before the first round that finds state outside the module that changes the upload of the next client."""
+"""A trial before the first round. It finds state outside the module that changes the upload of the next client."""
 
 from __future__ import annotations
 
@@ -128,8 +128,8 @@ class _Finding:
             if not can_merge(self._metrics[name]):
                 log.warning(
                     "The metric `%s` is reset for each client, because training reads it. At the end of a round it has "
-                    "only the values of the last client, because torchmetrics cannot merge a `%s`. Use a second metric "
-                    "for the values of the round.",
+                    "only the values of the last client, because torchmetrics cannot merge metrics of type `%s`. Use a "
+                    "second metric for the values of the round.",
                     name,
                     type(self._metrics[name]).__name__,
                 )

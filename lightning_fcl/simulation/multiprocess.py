@@ -1,7 +1,7 @@
-"""Training of one federation in several processes: launched like Lightning's DDP, connected with gloo.
+"""Training of one federation in several processes. Lightning launches them as for DDP, and gloo connects them.
 
 Each rank runs the whole Trainer with the same stream, methods and server, but trains different clients. Ranks
-communicate only at the start and at the end of a round. Within a round, each rank trains on its own clients' batches.
+communicate before and after the local training of a round. While clients train, ranks do not communicate.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 
 def check_processes(environment: ClusterEnvironment, processes: int, nodes: int) -> None:
-    """Raise ValueError for too many processes on a machine, or missing environment variables for several machines."""
+    """Raise ValueError if a machine has too many processes, or if several machines lack environment variables."""
     if processes > _MOST:
         raise InvalidValueError(
             f"Expected at most {_MOST} `devices` on this machine, because each device is a process, but got "
@@ -50,8 +50,9 @@ def check_processes(environment: ClusterEnvironment, processes: int, nodes: int)
     if nodes > 1 and missing and isinstance(environment, LightningEnvironment):
         raise InvalidValueError(
             f"Expected MASTER_ADDR, MASTER_PORT and NODE_RANK in the environment of each of `num_nodes={nodes}` "
-            f"machines, but {', '.join(missing)} is not set. Without these variables the machines cannot connect.",
-            hint="Set these variables as described in docs/scale.md, or remove `num_nodes`.",
+            f"machines, but these are missing: {', '.join(missing)}. Without these variables the machines cannot "
+            "connect.",
+            hint="Set the missing variables as described in docs/scale.md, or remove `num_nodes`.",
         )
 
 
@@ -89,7 +90,7 @@ class _Processes(_Meets, _MultiProcessingLauncher):
 
 
 class RanksStrategy(ParallelStrategy):
-    """The part of a strategy that starts and connects processes. With a single device there is only one process.
+    """The part of a strategy that starts and connects processes. One device on one machine needs only one process.
 
     The `world_size` is always 1, so that the Trainer's loops do not synchronize at every batch. In hooks of a client's
     batches, the strategy describes a single process. A client's upload then does not depend on the number of processes.

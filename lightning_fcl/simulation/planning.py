@@ -30,7 +30,7 @@ def plan_client_groups(
         round_idx: Number of the round, from 0.
 
     Returns:
-        One group per sequence of names. The clients of a group are sorted by their number of batches, largest first.
+        One group per sequence of names. In each group, the clients with the most batches come first.
     """
     stream, part_of = federation.stream, partial(federation.stream.client_round, round_idx=round_idx)
     rows_of = stream.plan.train[round_idx]

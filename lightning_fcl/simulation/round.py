@@ -48,8 +48,8 @@ class Round:
     """The train loader of a round, which is one epoch of the Trainer. `run` contains all steps of the round.
 
     The length of the loader is known, so Lightning requests a batch only after the previous batch is done. After the
-    last batch of a group of clients, `FitHooks` continues the round. The clients then upload before other hooks run at
-    the end of the batch.
+    last batch of a group of clients, `FitHooks` continues the round, and the clients upload. Users' hooks at the end of
+    this batch run before the upload.
 
     `run` yields one iterator of batches per group. If the iterator is advanced after its last batch, the group uploads.
 
@@ -80,7 +80,7 @@ class Round:
         )
         self._listeners: list[ClientEndListener] = []
         self._watched = False  # whether a listener reads client states
-        # Yields the batches for the requests of the client groups. None: all samples are in memory.
+        # Generator of the batches that client groups request. None: all samples are in memory.
         self._read: Generator[Any, None, None] | None = None
         groups = self.plan_groups()
         self._batches = max(1, sum(map(len, groups)))
@@ -119,7 +119,7 @@ class Round:
         finally:
             self.training.close()
             if self._read is not None:
-                self._read.close()  # Otherwise the garbage collector would end the workers only seconds later.
+                self._read.close()  # Otherwise the garbage collector would end the worker processes only later.
                 self._read = None
 
     def finalize(self) -> None:
@@ -360,7 +360,7 @@ def _upload_reachable(
 
 
 def _name_diverged(record: RoundRecord, clients: ClientRounds, trained: LocalResult, arrived: Sequence[bool]) -> None:
-    """Record, and warn about, clients that had a non-finite loss but uploaded only finite values."""
+    """Record clients that had a non-finite loss although their upload was not dropped. Warn about each client."""
     if trained.has_finite_loss is None or bool(trained.has_finite_loss.all()):
         return
     finite = trained.has_finite_loss.tolist()

@@ -1,4 +1,4 @@
-"""Lists and counters in a round: the changes by each group of clients, and their merging over all processes."""
+"""Lists and counters in a round. The changes by each group of clients are recorded and merged over all processes."""
 
 from __future__ import annotations
 

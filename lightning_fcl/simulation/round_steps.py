@@ -44,7 +44,7 @@ def start_synchronization(federation: Federation) -> None:
 
 
 def check_sums(federation: Federation) -> None:
-    """Raise ValueError if a method's sums over an experience would mix clients in different experiences."""
+    """Raise ValueError if a method's sums over an experience could mix clients in different experiences."""
     plan, full = federation.stream.plan, federation.participation.is_full
     methods = [method for method in federation.methods if overrides_hook(method, "contribute_experience")]
     if methods and not full and len({*plan.experiences.values()}) > 1:

@@ -128,7 +128,7 @@ def check_trainer(trainer: L.Trainer, federation: Federation) -> None:
             raise InvalidValueError(
                 f"Expected a `ModelCheckpoint` with `every_n_epochs` (rounds), but got {settings}, which would save "
                 "the model of a single client within a round.",
-                hint="Set `every_n_epochs=1`.",
+                hint="Use `every_n_epochs=1` instead.",
                 argument=next(name for name, value in save_intervals.items() if value),
             )
     for config in trainer.lr_scheduler_configs:
@@ -138,7 +138,7 @@ def check_trainer(trainer: L.Trainer, federation: Federation) -> None:
             raise InvalidValueError(
                 f"Expected validation samples for `ReduceLROnPlateau`, which monitors `{config.monitor}`, but the "
                 "stream has no validation samples.",
-                hint="Pass `split=Split(validation=0.1)` to the stream, or monitor a metric logged in training.",
+                hint="Pass `split=Split(validation=0.1)` to the stream, or monitor a metric that training logs.",
                 argument="validation",
             )
     if not trainer.optimizers:
@@ -243,7 +243,7 @@ def check_parts(trainer: L.Trainer) -> None:
 
 
 def check_module(module: L.LightningModule) -> None:
-    """Raise ValueError if clients cannot download and upload the state of a module."""
+    """Raise ValueError if a module reads batches itself, or if clients cannot download and upload its state."""
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise InvalidValueError(
             "Expected a `training_step` that takes a batch, but it takes `dataloader_iter`, which would read batches "
@@ -255,7 +255,7 @@ def check_module(module: L.LightningModule) -> None:
     lazy = [name for name, value in live.items() if is_lazy(value)]
     if lazy:
         raise InvalidValueError(
-            f"Expected a module with initialized layers, but {format_code_names(lazy)} has no shape yet.",
+            f"Expected a module with initialized layers, but the shape of {format_code_names(lazy)} is unknown.",
             hint="Set the number of inputs of the layer, or run the module on a batch in `configure_model`.",
             argument=lazy[0],
         )
@@ -271,9 +271,9 @@ def check_module(module: L.LightningModule) -> None:
     trainable_names = [name for name, value in module.named_parameters() if value.requires_grad and name not in state]
     if copied_names or trainable_names:
         expected_content = (
-            f"the module's own tensors, but {format_code_names(copied_names)} is a copy"
+            f"the module's own tensors, but it contains other tensors for {format_code_names(copied_names)}"
             if copied_names
-            else f"all trainable parameters, but {format_code_names(trainable_names)} is missing"
+            else f"all trainable parameters, but it does not contain {format_code_names(trainable_names)}"
         )
         raise InvalidValueError(
             f"Expected `state_dict(keep_vars=True)` to contain {expected_content}. Clients upload the `state_dict`.",
@@ -311,7 +311,10 @@ def check_optimizers(federation: Federation) -> None:
 
 
 def check_ranks(federation: Federation, ranks: int) -> None:
-    """Raise ValueError if no round has a client group for each process. Some processes would then never train."""
+    """Raise ValueError if each round has fewer client groups than processes. Some processes would then never train.
+
+    A client group is the set of clients that train in one vectorized step, or one client in sequential training.
+    """
     size, plan = federation.local_trainer.num_vectorized_clients, federation.stream.plan
     if ranks == 1:
         return
@@ -322,8 +325,9 @@ def check_ranks(federation: Federation, ranks: int) -> None:
     )
     if ranks > max_client_groups:
         raise InvalidValueError(
-            "Expected the number of processes (`devices` times `num_nodes`) to be at most the number of client groups "
-            f"in a round, {max_client_groups} (of up to {size} clients), but got {ranks}.",
+            f"Expected the number of processes (`devices` times `num_nodes`) to be at most {max_client_groups}, the "
+            f"largest number of client groups in a round, but got {ranks}. Each group has at most {size} "
+            f"client{'s' if size > 1 else ''}.",
             hint="Set fewer `devices`"
             + (
                 f", or set `max_vectorized_clients` below {size}, which changes results only by rounding."
@@ -338,8 +342,8 @@ def check_ranks(federation: Federation, ranks: int) -> None:
 def check_monitors(trainer: L.Trainer) -> None:
     """Raise ValueError if a checkpoint callback monitors a metric that is not logged.
 
-    Before the first metric is logged, and if there is a validation loader, nothing is checked. Without this check,
-    Lightning would only warn, and save no checkpoint.
+    The check is skipped before the first metric is logged, and if there is a validation loader. Without this check,
+    Lightning would only warn, and would save no checkpoint.
     """
     logged = trainer.callback_metrics
     for callback in trainer.checkpoint_callbacks if logged and not trainer.val_dataloaders else ():

@@ -1,4 +1,4 @@
-"""The strategy "federated" of a Lightning Trainer: an epoch is a round with many clients."""
+"""The strategy "federated" of a Lightning Trainer. Each epoch of the Trainer is one round of the federation."""
 
 from __future__ import annotations
 
@@ -62,24 +62,25 @@ from lightning_fcl.validation import check_arguments, one_of, warn_other_lightni
 
 
 class FederatedStrategy(RanksStrategy):
-    """A strategy that trains a federation: one epoch is one round, and one `trainer.fit` is the whole stream.
+    """A strategy that trains a federation. Each epoch of the Trainer is one round of the federation.
 
     In a round, the participating clients download the server state, train on their own data for ``local_epochs``
-    epochs, and upload. The server aggregates each tensor by its reduction. The LightningModule has the server state
-    after the last client, before validation and before every epoch-end hook. State that is not in the module's
-    `state_dict`, such as non-persistent buffers and attributes, is restored for each client. Each client starts with
-    the values from the start of the round.
+    epochs, and upload. The server aggregates each tensor by its reduction. After the last client, the new server state
+    is loaded into the LightningModule. Validation and epoch-end hooks then use the server state.
+
+    Before each client, state that is not in the module's `state_dict`, such as non-persistent buffers and attributes,
+    is reset to its value at the start of the round. A warning lists attributes that cannot be reset.
 
     Args:
-        participation: Clients per round, sampled for each round. A float is a share of all clients, an int a number of
-            clients. At least one client is sampled. 1.0 is all clients and 1 is one client. In asynchronous rounds, the
-            share or number of clients that train at the same time.
+        participation: Share or number of clients that are sampled for each round. A float is a share of all clients,
+            and an int is a number of clients. At least one client is sampled. 1.0 is all clients and 1 is one client.
+            In asynchronous rounds, ``participation`` is the share or number of clients that train at the same time.
         local_epochs: Passes over a client's data per round.
         client_weights: Weight of a client in means: ``"samples"``, ``"trained_samples"``, ``"uniform"``, or a dict with
             a number for each client. ``"samples"`` is the client's number of samples in the round.
             ``"trained_samples"`` also counts the client's replay samples. ``"uniform"`` is 1. Samples that are left out
             by `drop_last` or `limit_train_batches` count as well.
-        reductions: Reductions by pattern of state names, such as ``{"head.*": "local"}``, see
+        reductions: Dict from patterns of state names to reductions, such as ``{"head.*": "local"}``, see
             `lightning_fcl.federation.reductions`. These reductions override the module's ``reductions`` attribute.
         server_optimizer: Function that creates a `torch.optim` optimizer. This optimizer updates the server state with
             the pseudo-gradient.
@@ -98,12 +99,12 @@ class FederatedStrategy(RanksStrategy):
         upload_transforms: Further transforms of uploads, see `lightning_fcl.federation.uploads.UploadTransform`. All
             transforms run in the order of `lightning_fcl.federation.uploads.Stage`.
         on_empty_round: Action if all uploads of a round are dropped, for example because of non-finite values.
-            ``"stop"`` ends the fit with an error, ``"warn"`` continues with the unchanged server state.
+            ``"stop"`` ends the fit with an error, ``"warn"`` continues with the unchanged server state. The fit also
+            continues if clients of the round are late or miss a synchronization.
         seed: Seed of client sampling and of each client's random numbers. None: the seed of
             `lightning.seed_everything`, or 0.
         start_method: How further processes are started if the Trainer has several ``devices``, as in Lightning's
-            `DDPStrategy`. Each process trains whole client groups. The result does not depend on the number of
-            processes.
+            `DDPStrategy`. Each process trains different clients. The result does not depend on the number of processes.
         accelerator: As in Lightning's strategies.
         checkpoint_io: As in Lightning's strategies.
         precision_plugin: As in Lightning's strategies.
@@ -111,11 +112,13 @@ class FederatedStrategy(RanksStrategy):
     Attributes:
         num_vectorized_clients: Maximum number of clients per vectorized step in the current fit. 1: clients train
             sequentially.
-        sequential_reason: The obstacle to vectorized training, with its `lightning_fcl.federation.obstacles.Reason`;
-            ``str`` returns its text. None if clients train vectorized.
+        sequential_reason: The obstacle to vectorized training. ``str(sequential_reason)`` is its text, and
+            ``sequential_reason.reason`` is a `lightning_fcl.federation.obstacles.Reason`. None before a fit, if clients
+            train vectorized, and if the module defines `configure_local_trainer`.
 
     Raises:
-        ValueError: If an argument is out of range, or if a federation does not support a setting of the Trainer.
+        ValueError: If an argument is out of range. `trainer.fit` also raises ValueError if a federation does not
+            support a setting of the Trainer.
         TypeError: If an argument has the wrong type.
 
     Example:
@@ -174,7 +177,7 @@ class FederatedStrategy(RanksStrategy):
         self._fits: list[Optimizer] = []  # the optimizers of the current fit
         self._flushes = False  # whether denormal numbers are set to 0 until the end of the fit
         self._has_read_back = False  # whether the first checkpoint of the fit was read back
-        # Lightning warns that it trains for 1000 epochs, but a fit ends with the stream.
+        # Without `max_epochs`, Lightning warns that it trains for 1000 epochs. A fit ends at the last round instead.
         warnings.filterwarnings("ignore", "`max_epochs` was not set")
 
     @property
@@ -189,7 +192,7 @@ class FederatedStrategy(RanksStrategy):
 
     @property
     def current_round(self) -> RoundProgress | None:
-        """The current round. None before a fit."""
+        """The progress of the current round. None before a fit."""
         return self.federation.progress
 
     @property
@@ -219,7 +222,7 @@ class FederatedStrategy(RanksStrategy):
         self.server.client_store.share_folder(self.ranks)
 
     def connect(self, model: L.LightningModule) -> None:
-        """Add the callback that starts and ends clients and rounds, before any state is restored."""
+        """Add the callback that runs the steps of clients and rounds. State of callbacks is restored later."""
         super().connect(model)
         check_parts(model.trainer)
         self.federation.lightning_module = model
@@ -243,20 +246,23 @@ class FederatedStrategy(RanksStrategy):
             warn_of_local_tensors(self.federation)
 
     def setup_optimizers(self, trainer: L.Trainer) -> None:
-        """Create the optimizers. `configure_optimizers` can read the number of steps of one client in a round."""
+        """Create the optimizers.
+
+        In `configure_optimizers`, `trainer.estimated_stepping_batches` is the number of one client's steps in a round.
+        """
         stream, max_steps = find_stream(trainer), trainer.max_steps
         if stream is not None:
             stream.count_batches = partial(common_batches, self.federation)
         super().setup_optimizers(trainer)
         trainer.fit_loop.epoch_loop.max_steps = max_steps
         if isinstance(trainer.train_dataloader, ClientLoader):
-            trainer.fit_loop._combined_loader = None  # It was created without rounds.
+            trainer.fit_loop._combined_loader = None  # Lightning must create the loader again, now for a round.
 
     def teardown(self) -> None:
-        """Tear down. If a fit was resumed after its last round, first run the start and the end of the fit.
+        """Tear down. If a fit was resumed after its last round, first call the hooks at the start and end of a fit.
 
-        Lightning skips the start and the end of such a fit. If a run was interrupted after its last checkpoint, the
-        results that callbacks compute in ``on_train_end`` would then be missing.
+        Lightning skips these hooks for such a fit. If a run was interrupted after its last checkpoint, the results that
+        callbacks compute in ``on_train_end`` would then be missing.
         """
         if self.federation.lightning_module is None:  # This process only launched the processes that trained.
             super().teardown()
@@ -280,7 +286,7 @@ class FederatedStrategy(RanksStrategy):
         if isinstance(dataloader, ClientLoader):
             if not self.optimizers:  # `configure_optimizers` runs, and can read the number of steps.
                 steps = math.ceil(len(dataloader) / self.federation.module.trainer.accumulate_grad_batches)
-                # Lightning uses the minimum of this number and the number of steps of all rounds, which is larger.
+                # Lightning uses the minimum of this number and the number of steps of all rounds, which is not smaller.
                 self.federation.module.trainer.fit_loop.epoch_loop.max_steps = steps
                 return dataloader
             federation = self.federation
@@ -299,15 +305,19 @@ class FederatedStrategy(RanksStrategy):
             return self._hooks.round
         if self.federation.module.trainer.training:
             raise InvalidValueError(
-                f"Expected a `FederatedStream` as the Trainer's `datamodule`, but got a {type(dataloader).__name__}.",
-                hint="Create one from your data with `FederatedStream.from_arrays(x, y, client_ids=...)`.",
+                "Expected a `FederatedStream` as the Trainer's `datamodule`, but got training data of type "
+                f"`{type(dataloader).__name__}`.",
+                hint="Create a stream from your data with `FederatedStream.from_arrays(x, y, client_ids=...)`.",
                 argument="datamodule",
                 value=type(dataloader).__name__,
             )
         return dataloader
 
     def training_step(self, batch: Batch, batch_idx: int | None = None, *args: Any) -> Any:
-        """Train the current client, or all clients of a vectorized step. The step gets the client's ``batch_idx``."""
+        """Compute the loss of the current client, or of all clients of a vectorized step.
+
+        The module's `training_step` gets the client's ``batch_idx`` instead of the Trainer's.
+        """
         federation = self.federation
         client_group = require_started(federation.current_round.client_group, "a batch")
         weight = client_group.weight.to(self.root_device) if client_group.weight is not None else None
@@ -325,12 +335,12 @@ class FederatedStrategy(RanksStrategy):
         drawing = local_trainer.keyed_rng() if isinstance(local_trainer, SequentialTrainer) else nullcontext()
         with drawing, counters.totals():
             loss = plugin.pre_backward(closure_loss, module)
-            with counters.client():  # The module may override `backward`, and checkpointing recomputes activations.
+            with counters.client():  # `backward` of the module and recomputed activations use the client's counters.
                 plugin.backward(loss, module, optimizer, *args, **kwargs)
             return plugin.post_backward(loss, module)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Take an optimizer step, or only accumulate the gradient. Clients without batches left do not change."""
+        """Take an optimizer step, or only accumulate the gradient. Clients without a batch in the step do not change."""
         federation = self.federation
         with federation.counters.totals():
             progress, local_steps = federation.current_round, federation.local_steps
@@ -348,7 +358,7 @@ class FederatedStrategy(RanksStrategy):
                 return result
             (module_optimizer,) = federation.optimizers  # Automatic optimization has exactly one optimizer.
             local_steps.record_step(module_optimizer, optimizer)
-            # Schedulers with `interval="epoch"` step before the batch ends.
+            # Lightning steps schedulers with `interval="epoch"` before the last batch of the round ends.
             if client_group.last_batch and not progress.client_groups:
                 local_steps.end_schedules(module_optimizer)
             return result
@@ -362,7 +372,7 @@ class FederatedStrategy(RanksStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Save a checkpoint of plain tensors and values. Read the first checkpoint of a fit back to check it.
+        """Save a checkpoint that contains only tensors and plain values. Check the first checkpoint by reading it.
 
         If a hook saves a checkpoint while a client trains, the checkpoint still contains the counters of all clients.
         """
@@ -402,7 +412,7 @@ class FederatedStrategy(RanksStrategy):
         super().load_optimizer_state_dict(checkpoint)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        # `setup` converts the module only after loading, which would round values to the old precision.
+        # Lightning converts the module only after loading. Loading would then round values to the old precision.
         self.precision_plugin.convert_module(self.federation.module)
         if strict:
             check_state(self.federation.module, checkpoint["state_dict"])

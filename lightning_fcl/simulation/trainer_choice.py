@@ -110,7 +110,7 @@ def choose_trainer(federation: Federation, step: Callable[..., Any]) -> tuple[Lo
 
 
 def choose_group_size(module: L.LightningModule) -> int:
-    """Return the number of clients per vectorized step: many for small modules, 1 above `_LARGEST` parameters."""
+    """Return the number of clients per vectorized step. It is 1 for modules with more than 200,000 parameters."""
     parameters = sum(p.numel() for p in module.parameters())
     return 1 if parameters > _LARGEST else max(2, min(1024, _NUMBERS // max(parameters, 1)))
 

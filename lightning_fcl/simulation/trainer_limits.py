@@ -58,7 +58,7 @@ class TrainerLimits:
             )
 
     def finish_current_round(self, trainer: L.Trainer) -> None:
-        """Make the Trainer complete the current round before a fit stops."""
+        """Make the Trainer complete the current round if a fit is stopped early."""
         trainer.fit_loop.min_epochs = max(self._least or 0, trainer.current_epoch + 1)
 
     def restore(self) -> None:

@@ -51,9 +51,9 @@ _END_HOOKS = ("on_validation_start", "on_validation_epoch_start", "on_validation
 
 
 class TrialSteps:
-    """Trains two clients for a few steps on a few of their samples, with the steps of Lightning and the strategy.
+    """Trains two clients for a few steps on a few of their samples, as Lightning and the strategy train a client.
 
-    The steps train the module itself, because there may be too little memory for a copy of a large module. Methods of
+    The trial trains the module itself, because there may be too little memory for a copy of a large module. Methods of
     this library do not run in the trial.
 
     Args:
@@ -72,7 +72,7 @@ class TrialSteps:
         self.gathered: list[str] = []
 
     def _chosen(self) -> list[tuple[str, IntArray, str]]:
-        """Return two clients with their samples and the split of these samples. Empty if there are no samples."""
+        """Return two clients, each with its sample indices and their split. Return an empty list without samples."""
         plan = self._federation.stream.plan
         rows = {client: own for client, own in plan.train[self._progress.round_idx].items() if len(own)}
         largest_clients = sorted(rows, key=lambda client: -len(rows[client]))[:2]
@@ -250,9 +250,10 @@ class TrialSteps:
         second = self._loose_state().search
 
         def ended(names: Collection[str] | None) -> State | None:
-            """Return the module's state after the hooks, if the attributes ``names`` have the first client's values.
+            """Return the module's state after the hooks. None: a hook failed.
 
-            ``names`` of None stands for all attributes.
+            The attributes ``names`` have the first client's values, and other attributes have the second client's
+            values. ``names`` of None stands for all attributes.
             """
             second.restore()
             first.restore(names)

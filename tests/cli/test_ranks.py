@@ -107,7 +107,10 @@ def test_fit_more_processes_than_client_groups_raises(tmp_path):
         words(tmp_path, 3, "--trainer.strategy.max_vectorized_clients", "5"), capture_output=True, text=True
     )
     assert run.returncode == 2
-    assert "the number of client groups in a round, 2 (of up to 5 clients), but got 3" in run.stderr
+    assert (
+        "to be at most 2, the largest number of client groups in a round, but got 3. Each group has at most 5 clients."
+        in run.stderr
+    )
 
 
 def test_fit_under_torchrun_equals_one_process(tmp_path, capsys):

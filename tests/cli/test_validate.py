@@ -317,6 +317,6 @@ def test_validate_starts_no_processes(error_of, monkeypatch, capsys):
     assert capsys.readouterr().out.count("The recipe is valid.") == 1
     told = error_of(["validate", *words, "8"])
     assert (
-        "Expected the number of processes (`devices` times `num_nodes`) to be at most the number of client groups "
-        "in a round, 3 (of up to 1" in told
+        "Expected the number of processes (`devices` times `num_nodes`) to be at most 3, the largest number of "
+        "client groups in a round, but got 8. Each group has at most 1 client." in told
     )

@@ -389,7 +389,7 @@ def test_unsupported_reduction_or_too_many_processes_raise(ranks, make_task, mak
     with pytest.raises(Exception, match=r"Expected one device for the reduction `stays` .* but got 2"):
         ranks(2, make_task(), make_stream(), reductions={"*": Stays()}, max_vectorized_clients=1)
     with pytest.raises(
-        Exception, match=r"client groups in a round, 2 \(of up to 2 clients\), but got 3. Set fewer `devices`"
+        Exception, match=r"client groups in a round, but got 3. Each group has at most 2 clients. Set fewer `devices`"
     ):
         ranks(3, make_task(), make_stream(), max_vectorized_clients=2)
 

@@ -242,8 +242,8 @@ def test_readable_other_values_raise_with_path(leaf):
     assert str(caught.value) == (
         "Expected checkpoints to contain only tensors and plain values, but "
         f"`checkpoint['callbacks']['Mine'][0]['kept'][1]` is a `{type(leaf).__name__}`. A checkpoint with "
-        "this value could not be read. In `state_dict` of the callback `Mine`, convert it to numbers, text, tensors, "
-        "or lists and dicts of them."
+        "this value could not be read. In `state_dict` of the callback `Mine`, convert the value to numbers, text, "
+        "tensors, or lists and dicts of such values."
     )
 
 
