@@ -79,7 +79,7 @@ class Drawer:
             self._in_range = True
 
     def has_independent_rows(self, function: RowFunction) -> bool:
-        """Return whether results for rows stay equal if other rows are replaced or removed, or if rows are added."""
+        """Return whether a row's result stays equal if other rows are replaced or removed, or if rows are added."""
         even_rows = torch.arange(0, self.rows, 2)
         for composition in Composition:
             output, y = self.outputs(), self.targets(composition)

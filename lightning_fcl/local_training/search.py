@@ -66,7 +66,7 @@ class Search:
         self._records = records or {}
 
     def look(self, named_values: Iterable[tuple[str, Any]]) -> None:
-        """Add values and all state that is reachable from them. ``named_values`` contains pairs of a name and a value."""
+        """Add values, given as pairs of a name and a value, and all state that is reachable from these values."""
         todo = list(named_values)
         while todo:
             name, value = todo.pop()

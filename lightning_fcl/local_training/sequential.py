@@ -150,8 +150,8 @@ class SequentialTrainer:
 def reraise_batchnorm_error(error: ValueError, client_round: ClientRound) -> None:
     """Raise InvalidValueError with the client's name if batch normalization failed on a batch of one sample.
 
-    A trial before the first round finds most of these modules. The trial cannot decide if the module also fails on two
-    samples in the trial.
+    A trial before the first round finds most of these modules. If the module also fails on two
+    samples, the trial cannot decide.
     """
     if match_error(error, LibraryError.ONE_SAMPLE):
         raise InvalidValueError(

@@ -28,10 +28,10 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RENDEZVOUS_VARIABLE = "LIGHTNING_FCL_RENDEZVOUS"  # environment variable with the URL of the rendezvous file
-_TIMEOUT = timedelta(hours=12)  # Ranks wait for the slowest rank of a round.
+_TIMEOUT = timedelta(hours=12)  # long, because each rank waits for the slowest rank of a round
 _SHORT = 4096  # size of the first message in bytes, including the 8 bytes for the length of the content
 _START = timedelta(minutes=30)  # maximum time until all ranks have started
-_meetings = itertools.count()  # numbers the process groups of this process, so that their keys differ
+_meetings = itertools.count()  # counts the process groups of this process. Each group uses different keys.
 
 
 class GlooRanks:

@@ -35,8 +35,8 @@ _COMMON = -1  # used as the group number of hooks that run on every rank
 class RoundAttributes:
     """A record of the changes of list and counter attributes in a round, for each group of clients.
 
-    At the end of the round, the changes of all processes are merged. If an attribute of the module is restored for each
-    client, only the items appended to lists are merged.
+    At the end of the round, the changes of all processes are merged. For attributes of the module that are
+    restored for each client, only items that were appended to lists are merged.
 
     Args:
         attributes: The attributes of each object, by the path of the object.

@@ -83,7 +83,7 @@ class FederatedStrategy(RanksStrategy):
         reductions: Dict from patterns of state names to reductions, such as ``{"head.*": "local"}``, see
             `lightning_fcl.federation.reductions`. These reductions override the module's ``reductions`` attribute.
         server_optimizer: Function that creates a `torch.optim` optimizer. This optimizer updates the server state with
-            the pseudo-gradient.
+            the pseudo-gradient, which is the server state minus the aggregate.
         max_vectorized_clients: Maximum number of clients per vectorized step. ``"auto"`` chooses a number, 1 trains
             clients sequentially.
         client_store: Where client states are stored between rounds: ``"memory"`` or ``"disk"``.
@@ -340,7 +340,7 @@ class FederatedStrategy(RanksStrategy):
             return plugin.post_backward(loss, module)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Take an optimizer step, or only accumulate the gradient. Clients without a batch in the step do not change."""
+        """Take an optimizer step, or only accumulate the gradient. Clients without a batch do not change."""
         federation = self.federation
         with federation.counters.totals():
             progress, local_steps = federation.current_round, federation.local_steps

@@ -28,7 +28,8 @@ from lightning_fcl.simulation.federation import Federation
 
 log = logging.getLogger(__name__)
 _LARGEST = 200_000  # maximum number of parameters of a module for vectorized training
-# Maximum number of parameters, and of batch values, in a vectorized step. Larger steps take more time per client.
+# Maximum number of parameters of all clients in a vectorized step, and of values in the batches of these clients.
+# Larger steps take more time per client.
 _NUMBERS = 4_000_000
 
 
