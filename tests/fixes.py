@@ -1812,19 +1812,19 @@ ROWS |= {
         ),
         {"size": 8},
         {"size": 12},
-        "build the model with their `image_size`",
+        "build the model with the `image_size`",
     ),
     "tasks of DyTox": Row(
         lambda lab, tasks: DyTox(tasks, 6, image_size=8, patch_size=4, width=8, depth=1, num_heads=2),
         {"tasks": 4},
         {"tasks": [[0, 1], [2, 3, 4], [5]]},
-        "Use a divisor of `num_classes`, or give the classes of each task.",
+        "Use a divisor of `num_classes`, or pass a list with the classes of each task.",
     ),
     "readout of another reservoir": Row(
         lambda lab, seeds: add_readouts(*seeds),
         {"seeds": (0, 1)},
         {"seeds": (0, 0)},
-        "Compute it again with this reservoir.",
+        "Compute the other readout again with this reservoir.",
     ),
     "type of an argument": Row(
         lambda lab, size: FederatedStream("digits", batch_size=size),

@@ -113,14 +113,14 @@ ROWS |= {
         lambda lab, size: count_patches(size, 7, 4, size),
         {"size": 30},
         {"size": 32},
-        "Resize the images to a multiple of the product of all strides",
+        "Resize the images to a larger multiple of the product of all strides",
     ),
     "patches smaller than their stride": Row(
         lambda lab, kernel: count_patches(32, kernel, 4, 32),
         {"kernel": 3},
         {"kernel": 7},
-        "Resize the images to a multiple of the product of all strides, or choose patches at least as large as their "
-        "stride.",
+        "Resize the images to a larger multiple of the product of all strides, or choose patches at least as large as "
+        "their stride.",
     ),
     "image size of a hierarchical network": Row(
         lambda lab, size: CvTBody(size, widths=(4, 4, 4), depths=(0, 0, 1), num_heads=(1, 1, 1)),
@@ -155,26 +155,26 @@ ROWS |= {
         make_backbone,
         {"of": "lcnet_050"},
         {"name": "lcnet_050"},
-        "Pass the `name` of the network whose weights they are.",
+        "Pass the `name` of the network that the weights belong to.",
         DamagedFileError,
     ),
     "tasks of DyTox that are not those of the stream": Row(
         make_dytox,
         {"tasks": [[0, 1], [2, 3]], "blocks": [[0, 2], [1, 3]]},
         {"tasks": [[0, 2], [1, 3]]},
-        "Pass these blocks as `tasks`",
+        "Pass the stream's tasks as `tasks`",
     ),
     "tasks of DyTox that are not those of the stream, by number": Row(
         make_dytox,
         {"tasks": [[0, 1], [2, 3]], "blocks": [[0, 2], [1, 3]]},
         {"tasks": 2},
-        "Pass these blocks as `tasks`, or the number of the stream's tasks if all have the same size.",
+        "Pass the stream's tasks as `tasks`. If all have the same size, you can pass their number.",
     ),
     "tasks of DyTox with a class twice": Row(
         make_dytox,
         {"tasks": [[0, 1], [1, 2, 3]]},
         {"tasks": [[0, 1], [2, 3]]},
-        "Put each class in one task, or change `num_classes`.",
+        "Put each class in exactly one task, or change `num_classes`.",
     ),
     "FedWEITNet without tasks": Row(
         lambda lab, tasks: FedWEITNet(Net(), tasks),
@@ -220,7 +220,7 @@ ROWS |= {
         quantize,
         {"backbone": convolutions(nn.Flatten()), "images": torch.rand(2, 3, 8, 8)},
         {"backbone": convolutions()},
-        "Move such layers to `model.head`, which stays in floating point.",
+        "Move unsupported layers to `model.head`, which stays in floating point.",
     ),
     "quantized backbone without convolutions": Row(
         quantize,
@@ -230,7 +230,7 @@ ROWS |= {
         MissingValueError,
     ),
     "readout of a rank that forgets": Row(
-        remove_readout, {"rank": 2}, {"rank": None}, "Make both readouts without `rank`."
+        remove_readout, {"rank": 2}, {"rank": None}, "Create both readouts without `rank`."
     ),
     "readout of statistics that are NaN": Row(
         solve_readout, {"value": float("nan")}, {"value": 1.0}, "Leave out the clients with such statistics."

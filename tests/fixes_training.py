@@ -251,7 +251,7 @@ ROWS |= {
         embed_images,
         {"images": BYTES},
         {"images": BYTES / 255},
-        'Divide bytes by 255. Load a dataset with `normalize="none"`, as the backbone normalizes images.',
+        'Divide bytes by 255. Load a dataset with `normalize="none"`, because the backbone normalizes images.',
     ),
     "checkpoint of a task with an own network": Row(load_task, {}, {"model": Net()}, "Pass the object as `model=...`."),
 }

@@ -1,4 +1,4 @@
-"""Networks of the papers. Each network is a plain ``nn.Module``. A network is imported on first use of its name.
+"""Networks from the papers. Each network is a plain ``nn.Module``. A network is imported on first use of its name.
 
 The package ``tasks`` contains losses, training steps and Lightning code. Networks do not define how their state is
 uploaded or downloaded.

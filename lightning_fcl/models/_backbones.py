@@ -24,7 +24,7 @@ Backbone = tuple[nn.Module, int]
 # use the patches, strides and windows for 32 x 32 pixels.
 LARGE = 112
 
-# Arguments of timm's classes that users cannot pass, because `create_vit` sets them or because they change the output.
+# Arguments of the bodies that users cannot pass, because `create_vit` sets them or because they change the output.
 _OURS = {
     *("img_size", "image_size", "in_chans", "channels", "num_classes", "global_pool", "device", "dtype"),
     *("distilled", "strict_img_size", "dynamic_img_size"),
@@ -34,7 +34,7 @@ _OURS = {
 
 
 def make_backbone(name: str, image_size: int, channels: int, options: dict[str, Any]) -> Backbone:
-    """Return a variant's body and its number of features. The name of a family selects the family's smallest variant.
+    """Return the body of a variant, and its number of features. A family's name selects the smallest variant.
 
     See `lightning_fcl.models.create_vit`.
     """
@@ -63,7 +63,7 @@ def vit_backbone(
     mlp_ratio: float = 4.0,
     tokens: bool = False,
 ) -> Backbone:
-    """Return the body of `ViT` and its width. With ``tokens``, the body returns patch tokens without final norm."""
+    """Return the body of `ViT`, and its number of features. With ``tokens``, the body returns patch tokens without norm."""
     check_blocks(width, num_heads, depth, mlp_ratio)
     check_image_size("ViT", image_size, multiple=patch_size, min_size=2 * patch_size)
     bare: dict[str, Any] = {"global_pool": "", "class_token": False, "final_norm": False} if tokens else {}
@@ -133,7 +133,7 @@ def _levit(image_size: int, channels: int, options: dict[str, Any]) -> Backbone:
 class LevitBody(nn.Module):
     """timm's LeViT without its classifier, followed by batch normalization and average pooling.
 
-    In evaluation mode, timm caches the attention biases until the next training. With this cache, new weights from a
+    In evaluation mode, timm caches the attention biases until training mode is set. With this cache, new weights from a
     server or from `torch.func.functional_call` would be ignored, and a second backward pass and `copy.deepcopy` would
     fail. Therefore, the cache is cleared after each forward pass.
     """
@@ -220,5 +220,5 @@ VARIANTS: dict[str, tuple[Callable[[int, int, dict[str, Any]], Backbone], dict[s
     "t2t_14": (_t2t, {"width": 384, "depth": 14, "num_heads": 6, "mlp_ratio": 3.0}),
 }
 
-# The first variant of each family is the smallest. In reversed order, it overwrites the other variants in the dict.
+# The first variant of each family is the smallest. In reversed order, it is added last and replaces the other variants.
 FAMILIES = {name.partition("_")[0]: name for name in reversed(VARIANTS)}

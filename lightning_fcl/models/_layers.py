@@ -1,4 +1,4 @@
-"""Layers of the vision transformers CvT, T2T-ViT, LVT and DyTox, and checks of their image sizes."""
+"""Layers of the vision transformers CvT, T2T-ViT, LVT and DyTox, and checks of layer sizes and image sizes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, num_heads: int = 1) -> Ten
 
 
 class _WideAttention(TorchFunctionMode):
-    """A context that runs fused attention in single precision, also in timm. Outputs have the query's dtype."""
+    """A context that runs fused attention in single precision, also inside timm. Outputs have the query's dtype."""
 
     def __torch_function__(
         self,
@@ -58,7 +58,7 @@ def fast_attention(x: Tensor) -> AbstractContextManager[object]:
 
 
 def with_class_token(token: Tensor, tokens: Tensor) -> Tensor:
-    """Return tokens with a class token (1, 1, width) before those of each image, shape (batch, 1 + tokens, width)."""
+    """Return tokens (batch, 1 + tokens, width): a class token (1, 1, width), followed by the tokens of each image."""
     return torch.cat([token.expand(len(tokens), -1, -1), tokens], dim=1)
 
 
@@ -97,20 +97,20 @@ def init_weights(module: nn.Module) -> None:
 
 
 def compute_padding(kernel: int, stride: int) -> int:
-    """Return the zero padding of a map with which n positions per side give n / stride patches per side."""
+    """Return the zero padding with which n positions per side give n / stride patches per side, if this is possible."""
     return (kernel - stride + 1) // 2
 
 
 def count_patches(side: int, kernel: int, stride: int, image_size: int) -> int:
-    """Return the number of patches along one side of a map. Raise ValueError if the stride does not match the map."""
+    """Return the number of patches along one side of a map. Raise ValueError if kernel or stride do not match."""
     count = side // stride
     fits = stride <= kernel <= side and (side + 2 * compute_padding(kernel, stride) - kernel) // stride + 1 == count
     if side % stride or not fits:
         raise InvalidValueError(
             f"Expected `image_size` to match patches of {kernel} x {kernel} with stride {stride}, but got "
             f"{image_size}, which results in a map of {side} x {side} positions before this layer.",
-            hint="Resize the images to a multiple of the product of all strides, or choose patches at least as large "
-            "as their stride.",
+            hint="Resize the images to a larger multiple of the product of all strides, or choose patches at least as "
+            "large as their stride. Patches with stride 1 need an odd size.",
             argument="image_size",
             value=image_size,
         )
@@ -155,7 +155,7 @@ def check_images(x: Tensor, takes: tuple[int, ...]) -> None:
     if tuple(x.shape[1:]) != takes:
         raise InvalidValueError(
             f"Expected images of shape {takes} (channels, height, width) but got {tuple(x.shape[1:])}.",
-            hint="Resize them, or build the model with their `image_size` and `channels`.",
+            hint="Resize the images, or build the model with the `image_size` and `channels` of the images.",
             argument="image_size",
             value=tuple(x.shape[1:]),
         )

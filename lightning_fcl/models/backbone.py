@@ -31,7 +31,7 @@ class FrozenBackbone(Serializable):
         std: Standard deviations of red, green and blue to divide by.
 
     Raises:
-        ValueError: If ``size`` is below 1, or if an input of `embed` does not consist of such images.
+        ValueError: If ``size`` is below 1. `embed` raises ValueError if its input is neither such images nor features.
 
     Example:
         >>> net = nn.Sequential(nn.Conv2d(3, 6, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
@@ -52,7 +52,7 @@ class FrozenBackbone(Serializable):
     ) -> None:
         super().__init__()
         at_least(1, size=size)
-        # On CPUs, the channels-last memory format takes about 0.6 of the time.
+        # On CPUs, the network takes about 0.6 of the time in the channels-last memory format.
         self.network = network.to(memory_format=torch.channels_last)
         self.size = size
         # True if the weights are part of an installed package.
@@ -99,9 +99,10 @@ class FrozenBackbone(Serializable):
         if not (fits and x.min() >= 0 and x.max() <= 1):
             pixel_range = f" and pixels from {x.min():.3g} to {x.max():.3g}" if fits else ""
             raise InvalidValueError(
-                "Expected images of shape (batch, 1 or 3, height, width) with pixels from 0 to 1, or their "
-                f"{self.features} features, but got shape {tuple(x.shape)}{pixel_range}.",
-                hint='Divide bytes by 255. Load a dataset with `normalize="none"`, as the backbone normalizes images.',
+                "Expected images of shape (batch, 1 or 3, height, width) with pixels from 0 to 1, or features of shape "
+                f"(batch, {self.features}), but got shape {tuple(x.shape)}{pixel_range}.",
+                hint='Divide bytes by 255. Load a dataset with `normalize="none"`, because the backbone normalizes '
+                "images.",
                 argument="x",
                 value=tuple(x.shape),
             )
@@ -113,21 +114,22 @@ def frozen_backbone(
 ) -> FrozenBackbone:
     """Return a frozen network that was pre-trained on photographs and computes features of images.
 
-    ``"efficientnet_lite0"`` (1280 features) is installed with the extra ``backbones``. It is EfficientNet-Lite0 (Tan
-    and Le, 2019, "EfficientNet: rethinking model scaling for convolutional neural networks", ICML), without
-    squeeze-excite and with ReLU6 instead of swish, trained on ImageNet-1k. Its training images can therefore include
-    classes and images of datasets that are derived from ImageNet. Nothing is downloaded.
+    ``"efficientnet_lite0"`` (1280 features) is installed with the extra ``backbones``. The network is
+    EfficientNet-Lite0 (Tan and Le, 2019, "EfficientNet: rethinking model scaling for convolutional neural networks",
+    ICML). It has no squeeze-excite layers, and uses ReLU6 instead of swish. It was trained on ImageNet-1k. Its training
+    images can therefore include classes and images of datasets that are derived from ImageNet. Nothing is downloaded.
 
     Args:
         name: ``"efficientnet_lite0"``, or any network of timm for which you have the weights.
         weights: Path of a file whose tensors have timm's names. Either a ``.safetensors`` file, or a file written by
-            torch that contains only tensors.
+            torch that contains only tensors. None for the packaged weights of ``"efficientnet_lite0"``.
         sha256: Expected SHA-256 checksum of the file. None to skip the check.
         size: Height and width in pixels to which images are resized. The default is 128 for ``"efficientnet_lite0"``
             with its packaged weights. For other networks or weights, the default is the network's input size in timm.
 
     Raises:
-        ValueError: If timm has no such network, the weights belong to another network, or the checksum differs.
+        ValueError: If timm has no such network, the file of the weights is missing, the weights belong to another
+            network, or the checksum differs.
         ModuleNotFoundError: If a required package is not installed.
 
     Example:
@@ -161,7 +163,7 @@ def frozen_backbone(
     network = timm.create_model(f"tf_{name}" if name == _LITE0 else name, pretrained=False, num_classes=0)
     pretrained_config = network.pretrained_cfg
     _load(network, weights, is_packaged)
-    if is_packaged:  # the network was trained with pixels normalized to (x - 127) / 128
+    if is_packaged:  # the network was trained with pixel bytes normalized to (byte - 127) / 128
         backbone = FrozenBackbone(network, size or 128, [127 / 255] * 3, [128 / 255] * 3)
         backbone.has_packaged_weights = True
         return backbone
@@ -182,7 +184,7 @@ def packaged_state(network: nn.Module) -> dict[str, Tensor]:
 
 
 def example_input(network: nn.Module, shape: Sequence[int]) -> Tensor:
-    """Return two random samples for a network from a fixed seed.
+    """Return two random samples for a network, drawn with a fixed seed.
 
     The values are normally distributed. If the network contains a `FrozenBackbone`, they are uniform in [0, 1).
     """
@@ -208,12 +210,15 @@ def _load(network: nn.Module, weights: str, in_order: bool) -> None:
         heads = (head,) if isinstance(head, str) else tuple(head or ())
         wrong = [*missing, *(key for key in unknown if key.rpartition(".")[0] not in heads)]
         if wrong:
-            raise ValueError(f"`{wrong[0]}` and {len(wrong) - 1} more are only in the file or only in the network")
+            raise ValueError(
+                f"`{wrong[0]}` is only in the file or only in the network (number of such tensors: {len(wrong)})"
+            )
     except Exception as error:  # a damaged file can cause any error in its reader
         raise DamagedFileError(
             f"Expected {weights} to contain the weights of {type(network).__name__} as tensors with timm's names, but "
             f"got: {first_line(error)}.",
-            hint="Pass the `name` of the network whose weights they are.",
+            hint="Pass the `name` of the network that the weights belong to. If the name is right, download the file "
+            "again.",
             argument="weights",
             value=weights,
         ) from error

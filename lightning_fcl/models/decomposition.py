@@ -28,9 +28,9 @@ class FedWEITNet(Serializable):
     network's own weights. Each task that the client has started has:
 
     - a mask m with one number for each output unit of each weight,
-    - an adaptive A with the shape of the weights,
+    - adaptive weights A (an "adaptive") with the shape of the weights,
     - an attention alpha with one number for each pair of a layer and an adaptive A_j of the knowledge base, as in the
-      authors' code.
+      authors' code. The knowledge base contains adaptives of other clients.
 
     Only the linear and convolutional weights that match ``layers`` are decomposed. All other tensors (biases,
     normalization, tokens, the head) are trained as usual and copied when a task ends. Therefore, the output for a past
@@ -39,17 +39,17 @@ class FedWEITNet(Serializable):
     In training mode, the output is computed with the weights of the current task. In evaluation mode, the logit of a
     class is computed with the weights of the client's task that contains the class. If no task contains the class, the
     weights of the current task are used. Evaluation takes one forward pass per task. If the labels specify the task,
-    `outputs_by_task` takes one pass per sample. Before the first task, the network is unchanged.
+    `outputs_by_task` takes one pass per sample. Before the first task starts, the output is the output of ``net``.
 
     Args:
         net: Any network, such as a `SplitViT`.
         num_tasks: Maximum number of tasks of a client.
         layers: Shell-style pattern of the weights to decompose, by their names in ``net``.
-        threshold: Numbers of adaptives up to this magnitude count as zero in evaluation and in uploads, as in the
-            authors' code.
+        threshold: Entries of adaptives with at most this magnitude count as zero in evaluation and in uploads, as in
+            the authors' code.
 
     Raises:
-        ValueError: If a number is out of range, or if ``net`` has no weights to decompose.
+        ValueError: If a number is out of range, or if no weights of ``net`` to decompose match ``layers``.
 
     Example:
         >>> from lightning_fcl.models import ViT
@@ -78,8 +78,8 @@ class FedWEITNet(Serializable):
         self.names = tuple(name for name in names if fnmatchcase(name, layers) and name in params)
         if not self.names:
             raise InvalidValueError(
-                f"Expected `layers` to match weights of linear or convolutional layers, but `{layers}` matches none of "
-                f"{', '.join(names[:3]) or 'none'}.",
+                f"Expected `layers` to match weights of linear or convolutional layers, but got `{layers}`, which "
+                f"matches none. First such weights of the network: {', '.join(names[:3]) or 'none'}.",
                 hint=f'Use a pattern of layers, such as `layers="{names[0]}"`.'
                 if names
                 else "Use a network with linear or convolutional layers.",
@@ -92,7 +92,7 @@ class FedWEITNet(Serializable):
         self.units = [shape[0] for shape in self.shapes]
         self.size = sum(self.sizes)
         self.tasks = nn.ModuleList(_Task() for _ in range(num_tasks))
-        # Downloaded adaptives of other clients: for each layer, shape (adaptives, weights). Not part of `state_dict`.
+        # Downloaded adaptives of other clients: a tensor (adaptives, weights) for each layer. Not part of `state_dict`.
         self._base_of_others: list[Tensor] = []
 
     @property
@@ -115,7 +115,7 @@ class FedWEITNet(Serializable):
     def outputs_by_task(self, x: Tensor, y: Tensor) -> Tensor:
         """Return logits of samples. In evaluation mode, a sample's label selects the task whose weights are used.
 
-        In training mode, return the result of `forward`. Use the result to choose among the classes of one task.
+        Compare only the logits of classes of the same task. In training mode, return the result of `forward`.
         """
         num_started_tasks = self.num_started_tasks
         if self.training or num_started_tasks < 2:
@@ -133,7 +133,7 @@ class FedWEITNet(Serializable):
         return logits
 
     def _run(self, number: int, x: Tensor, num_started_tasks: int) -> Tensor:
-        """Return the output with the weights of a task. For a past task, use its copies of all other tensors, too."""
+        """Return the output with the weights of a task. For a past task, also use its copies of all other tensors."""
         state = self._weights(number)
         if number < num_started_tasks - 1:
             state |= self._rest(self._task(number).rest)
@@ -167,7 +167,7 @@ class FedWEITNet(Serializable):
         return torch.cat([attrgetter(name)(self.net).flatten() for name in self.names])
 
     def mask_vector(self, mask: Tensor) -> Tensor:
-        """Return ``sigmoid(m)`` as one vector. The number of an output unit is repeated for each weight of the unit."""
+        """Return ``sigmoid(m)`` as one vector. A unit's number in the mask is repeated for each weight of the unit."""
         counts = [size // units for size, units in zip(self.sizes, self.units, strict=True)]
         parts = zip(torch.split(torch.sigmoid(mask), self.units), counts, strict=True)
         return torch.cat([part.repeat_interleave(count) for part, count in parts])
@@ -176,8 +176,8 @@ class FedWEITNet(Serializable):
     def start_task(self, classes: Tensor, adaptives: int = 0) -> None:
         """Start the client's next task.
 
-        A starts at B / 3, as in the authors' code. The mask is normal with variance 1 / units for each layer. The
-        attention is normal with variance 1 / adaptives.
+        A starts at B / 3, as in the authors' code. Each layer's part of the mask is drawn from a normal distribution
+        with mean 0 and variance 1 / units. The attention is drawn with mean 0 and variance 1 / adaptives.
 
         Args:
             classes: Classes of the task.
@@ -189,7 +189,7 @@ class FedWEITNet(Serializable):
         num_started_tasks = self.num_started_tasks
         if num_started_tasks == len(self.tasks):
             raise InvalidValueError(
-                f"Expected at most {num_started_tasks} tasks (`num_tasks`), but another task starts.",
+                f"Expected the number of tasks to be at most `num_tasks`={num_started_tasks}, but another task starts.",
                 hint="Pass a larger `num_tasks` to `FedWEITNet`.",
                 argument="num_tasks",
                 value=num_started_tasks,
@@ -212,7 +212,7 @@ class FedWEITNet(Serializable):
         task.knowledge = task.mask.new_zeros(self.size if adaptives else 0)
 
     def set_adaptives(self, adaptives: Sequence[Tensor]) -> None:
-        """Set the knowledge base for training the current task. The knowledge base is not part of `state_dict`."""
+        """Set the adaptives of other clients for the current task's training. They are not part of `state_dict`."""
         layers = zip(*(torch.split(adaptive, self.sizes) for adaptive in adaptives), strict=True) if adaptives else []
         self._base_of_others = [torch.stack(parts) for parts in layers]
 

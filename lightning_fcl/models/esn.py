@@ -91,7 +91,7 @@ class EchoStateNetwork(Serializable):
             recurrent = torch.randn(units, units, generator=generator)
             recurrent *= _mask(units, units, recurrent_connectivity, "recurrent_connectivity", generator)
             self.register_buffer(f"input_weight_{layer}", drive)
-            # Each unit has an incoming connection, so the connections form a cycle, and the spectral radius is above 0.
+            # Each unit has an incoming connection, so the connections contain a cycle, and the radius is above 0.
             current = float(torch.linalg.eigvals(recurrent.double()).abs().max())
             rescaled = (recurrent.double() * (spectral_radius / current)).to(recurrent.dtype)
             self.register_buffer(f"recurrent_weight_{layer}", rescaled)
@@ -149,7 +149,10 @@ class EchoStateNetwork(Serializable):
                 yield whole[max(0, self.washout - start) :]
 
     def _effective(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a layer's input weights, recurrent weights and constant input, each combined with gain and bias."""
+        """Return a layer's input weights, recurrent weights and constant input, multiplied by the gain.
+
+        The constant input includes the bias, which is not multiplied.
+        """
         unit_slice = self._part(layer)
         drive, recurrent = self.weights(layer)
         gain = self.gain[unit_slice]
@@ -197,8 +200,8 @@ class EchoStateNetwork(Serializable):
             x: Inputs of shape (batch, time, in_features).
             mu: Mean of the target distribution.
             sigma: Standard deviation of the target distribution.
-            gain: Gain to use instead of the module's.
-            bias: Bias to use instead of the module's.
+            gain: Gain to use instead of the module's gain.
+            bias: Bias to use instead of the module's bias.
 
         Returns:
             The directions dg and db, both of shape (batch, N_R). They are not multiplied by a step size.
@@ -227,7 +230,7 @@ class EchoStateNetwork(Serializable):
             )
         if x.shape[1] <= self.washout:
             raise InvalidValueError(
-                f"Expected sequences longer than the washout of {self.washout} steps but got {x.shape[1]} steps.",
+                f"Expected more time steps per sequence than `washout`={self.washout} but got {x.shape[1]}.",
                 hint="Decrease `washout`, or use longer sequences.",
                 argument="washout",
                 value=self.washout,
@@ -238,8 +241,8 @@ class EchoStateNetwork(Serializable):
             bad = (~torch.isfinite(x)).flatten(1).any(dim=1).nonzero().flatten()
             if len(bad):  # the sum of finite numbers can overflow
                 raise InvalidValueError(
-                    f"Expected finite sequences, but {len(bad)} of {len(x)} contain NaN or infinite values. The first "
-                    f"of them has index {int(bad[0])} in the batch.",
+                    f"Expected finite sequences, but got NaN or infinite values in {len(bad)} of {len(x)}. The first "
+                    f"such sequence has index {int(bad[0])} in the batch.",
                     hint="Correct or drop these sequences.",
                     argument="x",
                     value=bad.tolist(),
@@ -247,7 +250,7 @@ class EchoStateNetwork(Serializable):
         return x
 
     def fold_plasticity(self) -> EchoStateNetwork:
-        """Return an equivalent reservoir with gain 1 and bias 0. The new weights include this gain and bias."""
+        """Return an equivalent reservoir with gain 1 and bias 0. Its weights include the gain and bias of this one."""
         other = EchoStateNetwork(self.in_features, self.units, self.num_layers, washout=self.washout, seed=0)
         other = other.to(self.gain.device, self.gain.dtype)
         other.leaking_rate = self.leaking_rate
@@ -263,7 +266,7 @@ class EchoStateNetwork(Serializable):
 
 
 def _mask(rows: int, columns: int, connectivity: int | float, name: str, generator: torch.Generator) -> Tensor:
-    """Return a random mask of shape (rows, columns). Each row has the same number of ones, for the inputs of a unit."""
+    """Return a random mask (rows, columns). Each row has the same number of ones, which mark the inputs of a unit."""
     count = max(1, round(connectivity * columns)) if isinstance(connectivity, float) else connectivity
     if connectivity <= 0 or not 1 <= count <= columns or (isinstance(connectivity, float) and connectivity > 1):
         raise InvalidValueError(

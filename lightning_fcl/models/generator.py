@@ -16,9 +16,9 @@ from lightning_fcl.validation import at_least
 class Generator(Serializable):
     """A network that generates images from noise (Fang et al., 2019, "Data-free adversarial distillation").
 
-    A linear layer creates maps whose sides are a quarter of the image's sides. Two upsampling layers and three
-    convolutions follow. MFCL and TARGET also use this network. The last layer is a batch normalization, so the training
-    images need not be scaled to a fixed range.
+    A linear layer creates maps whose sides are a quarter of the image's sides, rounded up. Two upsampling layers and
+    three convolutions follow. MFCL and TARGET also use this network. The last layer is a batch normalization, so the
+    training images need not be scaled to a fixed range.
 
     Args:
         size: Channels, height and width of an image, each at least 1.
@@ -80,7 +80,7 @@ def batchnorm_layers(network: nn.Module) -> list[_BatchNorm]:
 
 
 def with_statistics_distance(network: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a network's output, and the distance between the batch statistics and the running statistics, a scalar.
+    """Return a network's output, and the scalar distance between the batch statistics and the running statistics.
 
     The distance is the sum of ``||mean - running mean|| + ||variance - running variance||`` over all
     `batchnorm_layers`. Mean and variance are those of the layer's input. This is equation 4 of Yin et al. (2020,

@@ -29,13 +29,14 @@ _ABSENT = -1e4
 
 
 class LVT(SplitViT):
-    """The lifelong vision transformer (Wang et al., 2022, "LVT"), with the size and the arguments of `ViT`.
+    """The lifelong vision transformer (Wang et al., 2022, "LVT"), with the width, depth and arguments of `ViT`.
 
-    The model is a `ViT` with `InterTaskAttention` in each block. Zuo et al. (2024) also compare FedViT with an LVT of
-    the same size. The original LVT also has convolutions before the transformer and between its three stages.
+    The model is a `ViT` with `InterTaskAttention` in each block. Zuo et al. (2024) also compare FedViT with an LVT that
+    has the size of FedViT. The original LVT also has convolutions before the transformer and between its three stages.
 
-    The original LVT has two classifiers: one is trained only on new tasks, and the other is trained on all tasks and
-    used for predictions. This model has only the latter, `head`. `lightning_fcl.callbacks.LVTMethod` defines the loss.
+    The original LVT has two classifiers: the first is trained only on new tasks, and the second is trained on all tasks
+    and used for predictions. This model has only the second, `head`. `lightning_fcl.callbacks.LVTMethod` defines the
+    loss.
 
     By default, the body has 2,549,016 parameters. An upload or a download of the body has 10.20 MB, at 4 bytes per
     parameter. Each of the six blocks has 421,092 parameters (2,526,552 in total). In each block, the attention's linear
@@ -122,7 +123,7 @@ class InterTaskAttention(nn.Module):
     K of all tokens and the biases B are the parameters `external_key` and `external_bias`. B has one number for each
     distance between two patches, as in LeViT. B has three more numbers: from the class token to patches, from patches
     to the class token, and from the class token to itself. B starts at 0. K starts with the variance of keys that a
-    linear layer with standard deviation 0.02 computes from normalized tokens.
+    linear layer whose weights have standard deviation 0.02 computes from normalized tokens.
     """
 
     offsets: Tensor
@@ -152,7 +153,7 @@ class InterTaskAttention(nn.Module):
 def _offsets(side: int) -> Tensor:
     """Return the index of the bias for each pair of a query (row) and a key (column).
 
-    The index for two patches is ``rows * side + columns``, where the patches are ``rows`` and ``columns`` apart.
+    The index for two patches is ``rows * side + columns``. The patches are ``rows`` rows and ``columns`` columns apart.
     """
     places = torch.cartesian_prod(torch.arange(side), torch.arange(side))
     distances = (places[:, None] - places).abs()
@@ -213,7 +214,8 @@ class DyTox(Serializable):
 
     The original model grows with each task. This model has the tokens and heads of all tasks from the start, so that
     all clients have the same state. The buffer ``learnt`` marks the tasks in use. The logits of other tasks are a very
-    low constant, and their parameters get no gradients. `lightning_fcl.callbacks.DyToxMethod` marks tasks as learned.
+    low constant, and the parameters of these tasks get no gradients. `lightning_fcl.callbacks.DyToxMethod` marks tasks
+    as learned.
     While no task is marked, all tasks are in use.
 
     Each task also has a divergence head with one logit for each class of the task, and one logit for all earlier
@@ -260,7 +262,7 @@ class DyTox(Serializable):
             if tasks < 1 or num_classes < 1 or num_classes % tasks:
                 raise InvalidValueError(
                     f"Expected `tasks` to divide `num_classes`={num_classes} but got {tasks}.",
-                    hint="Use a divisor of `num_classes`, or give the classes of each task.",
+                    hint="Use a divisor of `num_classes`, or pass a list with the classes of each task.",
                     argument="tasks",
                     value=tasks,
                 )
@@ -274,7 +276,7 @@ class DyTox(Serializable):
         self.tokens = nn.ParameterList([nn.init.trunc_normal_(torch.empty(width), std=0.02) for _ in tasks])
         self.heads = nn.ModuleList([_head(width, size) for size in self.sizes])
         self.divergence = nn.ModuleList([_head(width, size + 1) for size in self.sizes])
-        # Position of each class's logit in the concatenated logits of all heads. It is equal on all clients, so
+        # Position of each class's logit in the concatenated logits of all heads. The buffer is equal on all clients, so
         # averaging does not change it.
         self.register_buffer("position", _positions(tasks))
         # Above 0 for a task that a client has started. A mean over clients is then also above 0.
@@ -296,6 +298,8 @@ class DyTox(Serializable):
     def assign_classes(self, blocks: Sequence[Sequence[int]]) -> None:
         """Replace the consecutive blocks of classes by the blocks of a stream. Do nothing if the blocks are the same.
 
+        The order of the blocks and of the classes in a block is not compared.
+
         Raises:
             ValueError: If the model was created with explicit blocks or has learned tasks already. Also if the sizes of
                 the blocks differ from the model's, or the blocks do not contain each class once.
@@ -306,7 +310,7 @@ class DyTox(Serializable):
             raise InvalidValueError(
                 f"Expected the stream's tasks to have the classes of `DyTox`'s tasks, {_short(self.blocks)}, but got "
                 f"{_short(blocks)}.",
-                hint="Pass these blocks as `tasks`, or the number of the stream's tasks if all have the same size.",
+                hint="Pass the stream's tasks as `tasks`. If all have the same size, you can pass their number.",
                 argument="tasks",
                 value=blocks,
             )
@@ -339,7 +343,7 @@ def _check_blocks(blocks: Sequence[Sequence[int]], num_classes: int) -> None:
         raise InvalidValueError(
             f"Expected `tasks` to contain each of the {num_classes} classes once, and no empty task, but got "
             f"{_short(blocks)}.",
-            hint="Put each class in one task, or change `num_classes`.",
+            hint="Put each class in exactly one task, or change `num_classes`.",
             argument="tasks",
         )
 

@@ -19,8 +19,8 @@ class LoRA(Serializable):
     zero. Therefore, the network's output is unchanged at the start. Only these weights and the parameters that match
     ``head`` are trained. All other parameters are frozen.
 
-    In general, the mean of the products B A differs from the product of the mean B and the mean A. With
-    ``train_a=False``, the two are equal, because all clients have the same A. Only B and the head are averaged. This is
+    In general, the mean over clients of the products B A differs from the product of the mean B and the mean A. With
+    ``train_a=False``, the two are equal, because all clients have the same A. Only B and the head are trained. This is
     FFA-LoRA (Sun et al., 2024). With ``FederatedStrategy(reductions={"model.*.a.weight": "constant"})``, A is not
     uploaded or downloaded, like the frozen weights.
 
@@ -28,8 +28,8 @@ class LoRA(Serializable):
         net: A network. The network's linear layers are replaced in place.
         rank: Rank of the added weights, at least 1.
         alpha: Scale of the added weights, above 0.
-        head: Shell-style pattern for the names of parameters that are trained directly. All `nn.Linear` layers that do
-            not match are adapted.
+        head: Shell-style pattern for the names of parameters that are trained directly. All `nn.Linear` layers whose
+            weight does not match are adapted.
         train_a: Whether A is trained.
 
     Raises:
@@ -62,9 +62,9 @@ class LoRA(Serializable):
         ]
         if not adapted_layers or not any(p.requires_grad for p in net.parameters()):
             raise InvalidValueError(
-                f"Expected `head` to match some of the network's layers, but got {head} for "
-                f"{format_names((name for name, _ in net.named_parameters()))}.",
-                hint='Use a pattern of the last layer, such as `head="head.*"`.',
+                "Expected `head` to match parameters of the network, and not to match the weights of all linear "
+                f"layers, but got {head} for {format_names((name for name, _ in net.named_parameters()))}.",
+                hint='Use a pattern of the last layer, such as `head="head.*"`. An earlier layer must be linear.',
                 argument="head",
                 value=head,
             )

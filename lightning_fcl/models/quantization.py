@@ -47,7 +47,8 @@ def freeze_backbone_(network: nn.Module, backbone: Precision, images: Tensor | N
     Args:
         network: A network with the submodules ``backbone`` and ``head``.
         backbone: Precision of the backbone.
-        images: Images for the calibration of int8. If None, only the structure is built, and scales are placeholders.
+        images: Images for the calibration of an int8 backbone. If None, only the structure is built, and the values are
+            placeholders.
     """
     network.eval()
     fold_batchnorm(network)
@@ -86,8 +87,8 @@ class Int8Convolution(nn.Module):
     """A convolution whose inputs, weights and outputs are 8-bit levels. All of its state is in buffers.
 
     A real number is ``scale * (level - zero_point)``. Weights have symmetric levels in [-127, 127] and one scale per
+    output channel. The bias is in units of ``input scale * weight scale``, as on integer hardware. If a ReLU follows
     the convolution, the ReLU is included: the zero point of the output is 0, so no output is negative.
-    the convolution, it is included: the zero point of the output is 0, so no output is negative.
     """
 
     weight: Tensor
@@ -124,7 +125,9 @@ class Int8Convolution(nn.Module):
 
 
 class Int8Backbone(nn.Module):
-    """A frozen chain of int8 convolutions. Input and output are floating-point tensors. The output has 256 levels.
+    """A frozen chain of int8 convolutions. Input and output are floating-point tensors.
+
+    Each entry of the output has one of 256 values.
 
     No parameter is trainable, and training mode has no effect. To copy a quantized model, prepare the new model with
     ``quantize_backbone(model, None)`` and load the `state_dict`. The outputs are then bitwise identical.
@@ -170,8 +173,8 @@ def quantize_backbone(model: nn.Module, calibration: Tensor | None, batch_size: 
 
     Args:
         model: Model whose ``backbone`` is replaced.
-        calibration: About 100 images like the training images. If None, only the structure is built, and torchao is not
-            needed. Load a state dict afterwards.
+        calibration: About 100 images that are similar to the training images. If None, only the structure is built, and
+            torchao is not needed. Load a state dict afterwards.
         batch_size: Number of images per calibration step.
 
     Raises:
@@ -187,7 +190,8 @@ def quantize_backbone(model: nn.Module, calibration: Tensor | None, batch_size: 
         if tuple(calibration.shape[1:]) != takes or not len(calibration) or not calibration.isfinite().all():
             raise InvalidValueError(
                 f"Expected `calibration` images of shape (at least 1, {', '.join(map(str, takes))}) with finite "
-                f"values, but got {tuple(calibration.shape)}.",
+                f"values, but got {tuple(calibration.shape)}"
+                f"{'' if calibration.isfinite().all() else ' with NaN or infinite values'}.",
                 hint="Pass a batch of the images that the model is trained on.",
                 argument="calibration",
             )
@@ -203,9 +207,9 @@ def _chain(backbone: nn.Module) -> dict[str, nn.Conv2d]:
             convolutions[name] = layer
         elif not (isinstance(layer, nn.Sequential | nn.Identity) or (isinstance(layer, nn.ReLU) and convolutions)):
             raise InvalidValueError(
-                "Expected `model.backbone` to be an nn.Sequential of Conv2d with zero padding, BatchNorm2d after "
-                f"Conv2d, and ReLU, but got {type(layer).__name__} at `{name}`.",
-                hint="Move such layers to `model.head`, which stays in floating point.",
+                "Expected `model.backbone` to be an nn.Sequential of Conv2d with zero padding, each followed by "
+                f"BatchNorm2d, ReLU or both, but got {type(layer).__name__} at `{name or 'model.backbone'}`.",
+                hint="Move unsupported layers to `model.head`, which stays in floating point.",
                 argument="model.backbone",
             )
     if not convolutions:
@@ -242,7 +246,10 @@ def _fill(quantized: Int8Backbone, convolutions: list[nn.Conv2d], graph: fx.Grap
 
 
 def calibrated_graph(backbone: nn.Module, images: Tensor, batch_size: int) -> fx.GraphModule:
-    """Return the PT2E graph of a backbone. The scales are constants. The graph dequantizes before every convolution."""
+    """Calibrate a backbone with images, and return its PT2E graph. The graph dequantizes before every convolution.
+
+    The scales of the graph are constants.
+    """
     with silence_warnings():
         pt2e = require_package("torchao.quantization.pt2e.quantize_pt2e", "calibrates int8 models", extra="device")
         images = images.detach().cpu().float()
@@ -297,7 +304,10 @@ class _ChainQuantizer:
 
 @contextlib.contextmanager
 def silence_warnings() -> Iterator[None]:
-    """Temporarily silence all warnings. torch.export and torchao emit deprecation warnings that users cannot fix."""
+    """Temporarily silence all warnings, and log messages up to the level WARNING.
+
+    torch.export and torchao emit deprecation warnings that users cannot fix.
+    """
     previous_level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

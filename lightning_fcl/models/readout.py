@@ -35,7 +35,7 @@ class RandomFeatures(DoublePrecision):
     Args:
         in_features: Size of f.
         out_features: Number of random features, M.
-        seed: Seed of W. All clients use the same seed.
+        seed: Seed of W. Use the same seed for all clients.
 
     Raises:
         ValueError: If a number of features is below 1.
@@ -107,7 +107,10 @@ class ReservoirReadout(_Readout):
         self.readout = readout
 
     def embed(self, x: Tensor) -> Tensor:
-        """Return the states that the readout uses, in double precision. Shape (batch, steps, N_R) or (batch, N_R)."""
+        """Return the states that the readout uses, in double precision.
+
+        The shape is (batch, steps, N_R) for ``readout="steps"``, and (batch, N_R) otherwise.
+        """
         states = torch.cat(list(pool_states(self.reservoir, x, self.readout))).double().transpose(0, 1)
         return states if self.readout == "steps" else states[:, 0]
 
@@ -150,7 +153,7 @@ class FeatureReadout(_Readout):
 
 
 def readout_features(features: Tensor, random_features: RandomFeatures | None, bias: bool) -> Tensor:
-    """Return the input of a readout: the features or their random features, with a final column of ones for a bias."""
+    """Return the features, or their random features. With ``bias``, append a column of ones."""
     features = features if random_features is None else random_features(features)
     return F.pad(features, (0, 1), value=1.0) if bias else features
 

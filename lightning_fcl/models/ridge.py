@@ -48,9 +48,11 @@ class RidgeReadout(DoublePrecision):
         out_features: Size of the outputs, N_Y.
         beta: Regularizer, at least 0. In the paper's eq. 7 and 9, beta is part of each client's B, so that the sum over
             clients would contain beta once per client.
-        symmetric: Whether to store and upload only the upper triangle of B, which is about half of the bytes.
-        rank: Number of leading singular values and vectors of B to keep, as their products of shape (rank, N_R). The
-            solution is then restricted to the space of these vectors (FedRAN). If None, B is kept completely.
+        symmetric: Whether to store and upload only the upper triangle of B, which is about half of the bytes. Has no
+            effect if ``rank`` is set.
+        rank: Number of leading singular values and right singular vectors of the states to keep instead of B. The
+            buffer ``B`` then contains their products, shape (rank, N_R). The solution is restricted to the space of
+            these vectors (FedRAN). If None, B is kept completely.
 
     Raises:
         ValueError: If ``beta`` is below 0 or non-finite, or ``rank`` is not between 1 and ``in_features``. `merge` and
@@ -132,19 +134,19 @@ class RidgeReadout(DoublePrecision):
         self.n += other.n
 
     def unlearn(self, other: RidgeReadout) -> None:
-        """Subtract the statistics of another readout. All of its samples must be in this readout."""
+        """Subtract the statistics of another readout. This readout must contain all samples of the other readout."""
         self._check(other)
         if self.rank is not None:
             raise InvalidValueError(
                 f"Expected a readout with the complete B, but got a readout of rank {self.rank}: samples cannot be "
                 "removed from a reduced B.",
-                hint="Make both readouts without `rank`.",
+                hint="Create both readouts without `rank`.",
                 argument="rank",
                 value=self.rank,
             )
         if other.n > self.n:
             raise InvalidValueError(
-                f"Expected a readout of at most {self.n} samples to remove, but got {other.n} samples.",
+                f"Expected the number of samples to remove to be at most {self.n} but got {other.n}.",
                 argument="n",
                 value=int(other.n),
             )
@@ -155,9 +157,9 @@ class RidgeReadout(DoublePrecision):
     def _check(self, other: RidgeReadout) -> None:
         if self.tag != other.tag:
             raise InvalidValueError(
-                f"Expected a readout of the reservoir {int(self.tag):x}, but got one of {int(other.tag):x}. Their "
-                "weights, gain, bias, leaking rate or washout differ.",
-                hint="Compute it again with this reservoir.",
+                f"Expected a readout of the reservoir with hash {int(self.tag):x}, but got hash {int(other.tag):x}. "
+                "The weights, gain, bias, leaking rate or washout of the two reservoirs differ.",
+                hint="Compute the other readout again with this reservoir.",
                 argument="tag",
                 value=int(other.tag),
             )
@@ -181,7 +183,7 @@ class RidgeReadout(DoublePrecision):
         if self.rank is not None:
             _, sizes, rows = torch.linalg.svd(self.B, full_matrices=False)
             values = sizes.square()
-            # Other components are rounding errors, and would be divided by a number close to beta.
+            # Smaller components are rounding errors. They would be divided by a number close to beta.
             is_significant = values > _ROUNDING * _cut_off(values)
             return _from_spectrum(self.A, values[is_significant], rows[is_significant].t(), betas)
         return _by_eigenvalues(self.A, unpack_upper(self.B, self.in_features), betas)[0]
@@ -236,7 +238,7 @@ def leading_rows(rows: Tensor, rank: int) -> Tensor:
 
 
 class GroupMoments(DoublePrecision):
-    """Sums and numbers of samples for each class and each random group, from which B is estimated (STSA-E).
+    """Sums of states and numbers of samples, for each class in each random group. B is estimated from them (STSA-E).
 
     Args:
         groups: Number of groups into which a client's samples are divided.
@@ -262,7 +264,8 @@ class GroupMoments(DoublePrecision):
 
         The estimate is ``Sum_c [a_c Sum_j s_jc s_jc^T / n_jc - b_c P_c P_c^T]`` with ``a_c = (N_c - 1) / (K_c - 1)``
         and ``b_c = (N_c - K_c) / ((K_c - 1) N_c)``. ``s_jc`` and ``n_jc`` are the sum and number of samples of class c
-        in group j. ``P_c`` and ``N_c`` are the sum and number of samples of class c in all of its ``K_c`` groups.
+        in group j. ``P_c`` and ``N_c`` are the sum and number of samples of class c in all groups. ``K_c`` is the
+        number of groups with samples of class c.
 
         The estimate is unbiased over random groupings, and exact if each group has one sample. If a class has samples
         in only one group, the estimate uses the mean of this group.
@@ -324,7 +327,8 @@ def unpack_upper(b: Tensor, size: int) -> Tensor:
 def solve(a: Tensor, b: Tensor, beta: float) -> Tensor:
     """Return ``a (b + beta I)^-1`` in double precision.
 
-    The Cholesky decomposition is used, or an eigendecomposition if ``beta`` is not above the rounding errors.
+    The Cholesky decomposition is used. If ``beta`` is not above the rounding errors, or if Cholesky fails, an
+    eigendecomposition is used.
     """
     a, b = a.double(), b.double()
     _check_finite(a, b)
@@ -337,8 +341,8 @@ def solve(a: Tensor, b: Tensor, beta: float) -> Tensor:
     weights, rank = _by_eigenvalues(a, b, [beta])
     if rank < len(b):
         log.warning(
-            "B + beta I is not positive definite (beta = %g). The solution ignores eigenvalues that may be rounding "
-            "errors. Increase `beta` for a unique solution.",
+            "B + beta I may not be positive definite (beta = %g). The solution ignores eigenvalues of B that may be "
+            "rounding errors. Increase `beta` for a unique solution.",
             beta,
         )
     return weights[0]

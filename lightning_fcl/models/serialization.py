@@ -1,7 +1,7 @@
 """Descriptions of networks and tasks as plain data, and functions that create the objects again.
 
 Only networks of this package and torch's optimizers are created from a description. The class and its arguments are
-checked before the class is called. No name in a description is imported.
+checked before the class is called. A description cannot import other modules.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ def build_from_config(init_config: object, name: str) -> Any:
         top = name.partition(".")[0]
         raise InvalidValueError(
             f"Expected the object `{top}` to be passed, because its description names {init_config['class_path']}. "
-            f"Only networks of `{_MODELS}` and optimizers of `{_OPTIMIZERS}` can be created from a description.",
+            f"Only networks of `{_MODELS}` and optimizers of `{_OPTIMIZERS}` can be created from a description, "
+            "which must contain `init_args`.",
             hint=f"Pass the object as `{top}=...`.",
             argument=top,
         )
@@ -118,7 +119,7 @@ def build_from_config(init_config: object, name: str) -> Any:
 
 
 def validate_arguments(make: Callable[..., object], arguments: Mapping[str, object], name: str) -> dict[str, object]:
-    """Return plain arguments after conversion to the types of a class or function. The class or function is not called.
+    """Return plain arguments after conversion to the types that a class or function declares, without calling it.
 
     Args:
         make: The class or function.

@@ -21,7 +21,7 @@ _BLOCKS = ((32, 1), (64, 2), (64, 1), (64, 2), (64, 1), (64, 2))
 
 
 class MLP(Serializable, nn.Sequential):
-    """Linear layers with ReLU between them, for flattened inputs.
+    """Linear layers with ReLU between them. Inputs are flattened first.
 
     Args:
         sizes: Number of features of the input, of each hidden layer and of the output. At least two numbers.
@@ -67,7 +67,7 @@ class HARCNN(Serializable):
     The notation does not contain the classifier. The paper states a dropout rate, but not where dropout is applied.
     This model has dropout after every dense layer except the classifier.
 
-    For windows of 6 x 128 and at 12 bytes per parameter, two models have the sizes of Table 1:
+    For windows of 6 x 128 and at 12 bytes per parameter, two models have about the sizes of Table 1:
     ``196-16C_4M_1024D`` (5,645,898 parameters, 67.8 MB) and ``196-16C_4M_1024D_512D`` (6,167,626 parameters, 74.1 MB).
     Two models have different sizes: ``32-10C_256D_128D`` (1,010,726 parameters) has 12.1 MB instead of 3.3 MB in Table
     1, and ``64-9C_4M_32-9C_2M_16-9C_128D`` (33,654 parameters) has 404 KB instead of 45 KB.
@@ -176,8 +176,8 @@ def _hidden(notation: str, in_channels: int, length: int, dropout: float) -> tup
         width = int(match["pool"] or match["width"])
         if width > steps:
             raise InvalidValueError(
-                f"Expected `length` to leave at least {width} steps for {location} of {notation!r}, but "
-                f"`length`={length} leaves {steps} steps.",
+                f"Expected the number of time steps before {location} of {notation!r} to be at least {width}, but "
+                f"`length`={length} results in {steps}.",
                 hint="Use longer windows, or narrower filters and pools.",
                 argument="length",
                 value=steps,
@@ -213,7 +213,7 @@ class DSICNet(Serializable):
         channels: Number of channels of the images.
 
     Raises:
-        ValueError: If ``image_size`` is smaller than 16 x 16, or if the images of a batch have a different size.
+        ValueError: If the height or width is below 16 pixels, or if the images of a batch have a different size.
 
     Example:
         >>> import torch

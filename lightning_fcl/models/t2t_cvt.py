@@ -48,8 +48,8 @@ class T2TBody(Serializable):
         token_width: Number of channels of the tokens in the T2T module.
 
     Raises:
-        ValueError: If ``num_heads`` does not divide ``width``, ``width`` is odd, ``splits`` is empty, or the image size
-            does not match the strides.
+        ValueError: If ``num_heads`` does not divide ``width``, ``width`` is odd, or the image size does not match the
+            strides.
 
     Example:
         >>> body = T2TBody(32, width=16, depth=1, num_heads=2, splits=((3, 2), (3, 2)), token_width=8)
@@ -100,7 +100,7 @@ class T2TBody(Serializable):
         return features
 
     def tokens(self, x: Tensor) -> Tensor:
-        """Return the output of the T2T module: the patches of the last split, shape (batch, tokens, patch size)."""
+        """Return the output of the T2T module: the patches of the last split, shape (batch, patches, patch numbers)."""
         tokens = _soft_split(x, *self.splits[0])
         for transformer, split in zip(self.transformers, self.splits[1:], strict=True):
             side = round(tokens.shape[1] ** 0.5)
@@ -313,7 +313,7 @@ class ConvolutionalProjection(nn.Module):
         self.linear = nn.Linear(width, width)
 
     def forward(self, tokens: Tensor, side: int) -> Tensor:
-        """Return projected tokens.
+        """Return projected tokens. The convolution and the normalization apply only to the tokens of the map.
 
         Args:
             tokens: Tokens of shape (batch, tokens, width). The tokens of a ``side`` x ``side`` map come last.

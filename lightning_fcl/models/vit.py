@@ -66,12 +66,12 @@ class ViT(SplitViT):
     """The vision transformer of FedViT (Zuo et al., 2024, section 5.1): six layers, for images of 32 x 32 pixels.
 
     The architecture is the architecture of Dosovitskiy et al. (2021): patches, a class token, learned positions, and
-    pre-norm blocks with biases in all layers. The class is timm's ``VisionTransformer``, and has the same parameters as
+    pre-norm blocks with biases in all layers. The body is timm's ``VisionTransformer``, and has the same parameters as
     the authors' code. The paper specifies only the number of layers. The width of 192 and the 12 heads come from the
     code. The number of heads does not change the number of parameters.
 
-    The body has 2,691,648 parameters. An upload or a download of the body has 10.77 MB. Each block has 444,864
-    parameters.
+    The body has 2,691,648 parameters. An upload or a download of the body has 10.77 MB, at 4 bytes per parameter. Each
+    block has 444,864 parameters.
 
     Args:
         num_classes: Number of classes.
@@ -117,9 +117,9 @@ def create_vit(
 ) -> SplitViT:
     """Return an untrained vision transformer of one of the eight families of FedViT (Zuo et al., 2024, section 5.5).
 
-    The name of a family selects its smallest variant. In the table, each row lists the names of a family. The other two
-    columns list the patches or convolutions, and the number of positions per side in each stage. For example, ``4 every
-    2: 15, 8, 4`` means patches of 4 pixels with stride 2, and 15, 8 and 4 positions per side in three stages.
+    The name of a family selects the family's smallest variant. In the table, each row lists the names of a family. The
+    other two columns list the patches or convolutions, and the number of positions per side in each stage. For example,
+    ``4 every 2: 15, 8, 4`` means patches of 4 pixels with stride 2, and 15, 8 and 4 positions per side in three stages.
 
     ======================================================  =============================  ============================
     name                                                    below 112 pixels: at 32        from 112 pixels: at 224
@@ -135,13 +135,14 @@ def create_vit(
     ``t2t``: ``t2t_7``, ``t2t_10``, ``t2t_12``, ``t2t_14``  strides 2, 2, 1: 16, 8, 8      4, 2, 2: 56, 28, 14
     ======================================================  =============================  ============================
 
-    From 112 pixels on, the configurations are those of the papers, except that ``vit`` has six layers. At 32 pixels,
-    the attention in each stage has more than one position. With a single position, queries and keys cannot be trained.
+    From 112 pixels on, the configurations are those of the papers, except for the differences below, and except that
+    ``vit`` has six layers. At 32 pixels, the attention in each stage has more than one position. With a single
+    position, queries and keys cannot be trained.
 
     - ``vit`` is `ViT`. ``deit`` is a `ViT` with 12 layers, without distillation.
     - ``cvt`` is `CvTBody`, and ``t2t`` is `T2TBody`. The other bodies come from timm.
-    - PVT is version 2, because timm does not contain version 1. At 32 pixels, PVT reduces keys by (4, 2, 1, 1) instead
-      of the paper's (8, 4, 2, 1).
+    - PVT is version 2, because timm does not contain version 1. Below 112 pixels, PVT reduces keys by (4, 2, 1, 1)
+      instead of the paper's (8, 4, 2, 1).
     - LeViT has one head instead of two. The batch normalization before the head belongs to the body. This normalization
       comes before the pooling, so that the model can be trained on a batch of one image.
     - Dropout and stochastic depth are off, unless an option sets them.
