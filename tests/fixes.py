@@ -1442,13 +1442,13 @@ ROWS |= {
         ),
         {"tasks": 4},
         {"tasks": 2},
-        "Use fewer `num_tasks`",
+        "Decrease `num_tasks`",
     ),
     "network with other outputs": Row(
         lambda lab, outputs: fit_one_round(lab, task=Classifier(MLP([6, 5, outputs]), 4, sgd)),
         {"outputs": 5},
         {"outputs": 4},
-        "Give the network 4 outputs, or set `num_classes=5`.",
+        "Set the network's number of outputs to 4, or use `num_classes=5`.",
     ),
     "ContinualMetrics without validation samples": Row(
         fit_with,
@@ -1775,7 +1775,7 @@ ROWS |= {
         reservoir_series,
         {"y": torch.arange(24)[:, None].repeat(1, 5) % 4, "readout": "steps"},
         {"y": torch.arange(24) % 4},
-        "or one label for each sequence",
+        "or one target for each sequence",
     ),
     "regressor with targets of another size": Row(
         lambda lab, outputs: has_rounds(

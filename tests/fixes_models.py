@@ -275,7 +275,7 @@ ROWS |= {
         lambda lab, y: RealTargets(1).encode(y),
         {"y": torch.full((2, 1), float("nan"))},
         {"y": torch.zeros(2, 1)},
-        "Correct or drop these sequences.",
+        "Correct or drop the sequences with such targets.",
     ),
     "plain fit of a reservoir with several beta": Row(
         fit_plain_reservoir,

@@ -44,10 +44,10 @@ _ALWAYS = ("upload_bytes", "download_bytes", "dropped", "no_data", "missed_sync"
 class ContinualMetrics(Callback):
     """Callback that tests the models of a federation on the stream's common test set, and records the results.
 
-    The server's model is tested after aggregation. ``record`` contains the number of correct predictions for each
-    group of test samples. `lightning_fcl.evaluation.metrics.summarize` computes every metric from ``record``. The
-    server's accuracy is logged as ``server/accuracy``. In a plain Trainer each epoch is a round, and the only model is
-    ``"server"``.
+    The server's model is tested after aggregation. ``record`` contains the number of correct predictions for each group
+    of test samples (a class or a domain). `lightning_fcl.evaluation.metrics.summarize` computes every metric from
+    ``record``. The server's accuracy is logged as ``server/accuracy``. In a plain Trainer, each epoch is a round,
+    and the only model is ``"server"``.
 
     The measure depends on the module:
 
@@ -107,7 +107,7 @@ class ContinualMetrics(Callback):
             self.clients = [str(client) for client in self.clients]
         self.record: dict[str, Any] = {}
         self._current: dict[str, Counts | Values] = {}
-        # Results of the models of this round's clients after local training.
+        # Results of the clients' models after local training in the current round.
         self._own: dict[str, Counts | Values] = {}
         # For each later round, the clients that are expected to train in that round.
         self._drawn: dict[int, set[str]] = {}
@@ -166,7 +166,7 @@ class ContinualMetrics(Callback):
         if ruling and any(isinstance(callback, MethodDriver) for callback in later_callbacks):
             raise InvalidValueError(
                 f"Expected `ContinualMetrics` after `{ruling[0]}` among the callbacks of a plain Trainer, but got it "
-                f"before. `{ruling[0]}` updates the state that it predicts with at the end of its epoch.",
+                f"before `{ruling[0]}`. `{ruling[0]}` updates the state that it predicts with at the end of its epoch.",
                 hint=f"Put `ContinualMetrics` after `{ruling[0]}` in `callbacks`.",
                 argument="callbacks",
                 value=ruling[0],
@@ -269,9 +269,9 @@ class ContinualMetrics(Callback):
         return {ACCURACY.name: sum(counts) / sum(self.record["totals"])} if len(counts) == len(results) else {}
 
     def _aggregated(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, Counts | Values]:
-        """Return the results of the server, and of the clients whose experience ends with this round.
+        """Return the results of the server, and of the tested clients whose experience ends with this round.
 
-        Return {} if no client's experience ends.
+        Return {} if no experience of a tested client ends. Without tested clients, all clients count.
         """
         federation, round_idx = find_federation(trainer), trainer.current_epoch
         stream = require_stream(trainer)

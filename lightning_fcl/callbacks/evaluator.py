@@ -170,7 +170,7 @@ class Evaluator:
     def describe_metrics(
         self, module: L.LightningModule, lower_is_better: Sequence[str] | None
     ) -> list[dict[str, Any]]:
-        """Return the ``name`` and ``higher_is_better`` of each metric. Empty if the measure is accuracy."""
+        """Return the ``name`` and ``higher_is_better`` of each metric. The list is empty if the measure is accuracy."""
         metrics = module.configure_metrics() if isinstance(module, HasMetrics) else {}
         return [{"name": name, "higher_is_better": bool(metric.higher_is_better)} for name, metric in metrics.items()]
 
@@ -192,7 +192,7 @@ class Evaluator:
 def to_predictions(outputs: Tensor) -> Tensor:
     """Return the class with the largest output for each sample.
 
-    On a CPU, `argmax` of NumPy is 10 times as fast as that of PyTorch.
+    On a CPU, NumPy's `argmax` is 10 times as fast as PyTorch's `argmax`.
     """
     if outputs.dtype is torch.float32 and outputs.device.type == "cpu":
         return torch.from_numpy(outputs.numpy().argmax(axis=-1))
@@ -288,7 +288,7 @@ class StepEvaluator:
                 except ValueError as error:
                     if group_name(group_set) not in self.warned_metrics:
                         log.warning(
-                            "Could not compute metrics on the test samples of group %s: %s",
+                            "Could not compute metrics on the samples of group %s: %s",
                             group_name(group_set),
                             error,
                         )
@@ -340,7 +340,7 @@ class StepEvaluator:
         metrics = self._run(module, few_samples(self.rows))[1].metrics
         if not metrics:
             raise InvalidValueError(
-                f"Expected {step} to log a metric for `ContinualMetrics`, but the step logs no value.",
+                f"Expected {step} to log a metric for `ContinualMetrics`, but the step logs no value for the epoch.",
                 hint=_LOG,
                 argument=step.strip("`"),
             )

@@ -89,7 +89,7 @@ def fit_centralized(
     precision: Any = "32-true",
     progress_label: bool = False,
 ) -> None:
-    """Train a module in a separate plain Trainer on the device of another Trainer. No files are written."""
+    """Train a module in a separate plain Trainer on the device type of another Trainer. No files are written."""
     trainer = L.Trainer(
         accelerator=parent_trainer.strategy.root_device.type,
         devices=1,
@@ -130,11 +130,11 @@ class BaseSession(Callback):
         epochs: Number of passes over the samples of the base session, at least 1.
         lr: Learning rate of both steps. The optimizer is AdamW with a cosine schedule to zero.
         weight_decay: Weight decay of AdamW.
-        batch_size: Number of images per step.
+        batch_size: Number of images per batch.
         augment: Whether images are randomly flipped horizontally, and shifted by up to 4 pixels.
         backbone: Precision of the frozen backbone: ``"int8"``, or ``"float"`` for fp32.
         precompute_latents: Whether the feature maps of the backbone are computed once for all samples, before the first
-            round. The result is the same. `Replay` then stores feature maps.
+            round. The trained model is the same. `Replay` then stores feature maps.
         cache_dir: Folder that caches the trained network. Another run loads the network if its settings of steps 1 and
             2, its seed, its data and its initial network are equal. None: no cache.
 
@@ -204,8 +204,8 @@ class BaseSession(Callback):
         outputs = _classifier(network).out_features
         if outputs < stream.num_classes:
             raise InvalidValueError(
-                f"Expected a network with an output for each of the stream's {stream.num_classes} classes, but got "
-                f"{outputs} outputs.",
+                "Expected the network's number of outputs to be at least the stream's number of classes, "
+                f"{stream.num_classes}, but got {outputs}.",
                 hint="Increase the network's `num_classes`.",
                 argument="num_classes",
                 value=outputs,
@@ -227,7 +227,7 @@ class BaseSession(Callback):
         if self.precompute_latents and early:
             raise InvalidValueError(
                 f"Expected `{early[0]}(include_base=True)` after `BaseSession(precompute_latents=True)` among the "
-                f"callbacks, because `{early[0]}` then stores feature maps, but got `{early[0]}` before it.",
+                f"callbacks, because `{early[0]}` then stores feature maps, but got `{early[0]}` before `BaseSession`.",
                 hint=f"Put `{early[0]}` after `BaseSession` in `callbacks`.",
                 argument="callbacks",
                 value=early[0],
@@ -235,8 +235,9 @@ class BaseSession(Callback):
         network = module.model if isinstance(module, Classifier | RidgeClassifier) else None
         if network is None or not {"backbone", "head"} <= dict(network.named_children()).keys():
             raise InvalidValueError(
-                "Expected the task's `model` to have a `backbone` and a `head`, like `DSICNet`, but got a "
-                f"`{type(network).__name__}`.",
+                "Expected a `Classifier` or `RidgeClassifier` whose `model` has a `backbone` and a `head`, like "
+                f"`DSICNet`, but got {'the task' if network is None else 'the model'} "
+                f"`{type(module if network is None else network).__name__}`.",
                 argument="model",
                 value=type(network).__name__,
             )
@@ -301,7 +302,7 @@ class BaseSession(Callback):
             collate_fn=mirrored_and_shifted(tuple(x.shape[2:])) if self.augment else None,
         )
         pupil = _Pupil(network, classes, self.lr, self.weight_decay, epochs * len(loader))
-        # The network of a readout task is in evaluation mode.
+        # A ridge classifier keeps its network in evaluation mode, so restore the mode after training.
         training = network.training
         network.train()
         fit_centralized(pupil, loader, epochs, outer, progress_label=outer.progress_bar_callback is not None)
@@ -352,7 +353,8 @@ def _classifier(network: nn.Module) -> nn.Linear:
     head: Any = network.head
     if not isinstance(getattr(head, "classifier", None), nn.Linear):
         raise InvalidValueError(
-            "Expected `model.head.classifier` to be an `nn.Linear`, as in `DSICNet`.",
+            "Expected `model.head.classifier` to be an `nn.Linear`, as in `DSICNet`, but got "
+            f"`{type(getattr(head, 'classifier', None)).__name__}`.",
             hint="Assign the last layer to `model.head.classifier`.",
             argument="model.head.classifier",
         )

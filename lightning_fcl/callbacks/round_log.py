@@ -51,7 +51,7 @@ class EpochLog:
         self.reductions[name] = reduce_fx if isinstance(reduce_fx, str) else reduce_fx.__name__
 
     def value(self, name: str) -> float | None:
-        """Return the reduced value that was logged under a name. None if the value is non-finite."""
+        """Return the values that were logged under a name, reduced to one number. None if the number is non-finite."""
         if (metric := self.metrics[name]) is not None:
             value = _one_number(name, metric.compute())
         else:

@@ -95,7 +95,8 @@ class _EpochLoss:
 class NetworkTask(Task):
     """A task whose network is trained on the mean of the samples' losses.
 
-    A separate method, `sample_loss`, returns the loss of each sample, so that several clients can train vectorized.
+    A separate method, `sample_loss`, returns the loss of each sample, so that one vectorized step can train several
+    clients.
     """
 
     def __init__(self, model: nn.Module, optimizer: OptimizerFactory | None) -> None:

@@ -35,13 +35,15 @@ class Classifier(NetworkTask):
     Args:
         model: Network that maps inputs of shape (batch, ...) to logits of shape (batch, num_classes).
         num_classes: Number of classes.
-        optimizer: Makes the clients' optimizer from the parameters. Default: SGD with a learning rate of 0.01.
+        optimizer: Function that creates a client's optimizer from the parameters. Default: SGD with a learning rate of
+            0.01.
         task_incremental: Whether the logits of a sample are restricted to the classes of its task, in training and in
             evaluation (Zuo et al. 2024, FedViT). The stream must define the classes of each task, as
             ``scenario="fedvit"`` does.
 
     Raises:
-        ValueError: If the stream does not define the classes of the tasks, or if a task has only one class.
+        ValueError: With ``task_incremental``, if the stream does not define the classes of the tasks, or if a task has
+            only one class. Also if the number of the network's outputs differs from ``num_classes``.
 
     Example:
         >>> task = Classifier(nn.Linear(4, 3), num_classes=3)
@@ -95,7 +97,7 @@ class Classifier(NetworkTask):
             raise InvalidValueError(
                 "Expected tasks of at least two classes for `task_incremental=True`, but class "
                 f"{single_classes[0]} is the only class of its task.",
-                hint="Use fewer `num_tasks` of `FedViTScenario`, so that each task has at least two classes.",
+                hint="Decrease `num_tasks` of `FedViTScenario`, so that each task has at least two classes.",
                 argument="num_tasks",
                 value=single_classes,
             )
@@ -115,9 +117,10 @@ class Classifier(NetworkTask):
         """Return the cross-entropy of every sample, shape (batch,)."""
         if output.shape[-1] != self.num_classes:
             raise InvalidValueError(
-                f"Expected a `model` with one output for each of `num_classes`={self.num_classes} classes, but got "
-                f"{output.shape[-1]} outputs.",
-                hint=f"Give the network {self.num_classes} outputs, or set `num_classes={output.shape[-1]}`.",
+                f"Expected the number of outputs of `model` to be `num_classes`={self.num_classes} but got "
+                f"{output.shape[-1]}.",
+                hint=f"Set the network's number of outputs to {self.num_classes}, or use "
+                f"`num_classes={output.shape[-1]}`.",
                 argument="num_classes",
                 value=output.shape[-1],
             )
@@ -136,7 +139,7 @@ class Classifier(NetworkTask):
         metric = self.val_accuracy if stage == "val" else self.test_accuracy
         x, y = batch
         output = self.outputs_by_task(x, y)
-        # The loss comes before the metric, because it raises a clear error if the number of outputs is wrong.
+        # The loss comes before the metric, because the loss raises a clear error if the number of outputs is wrong.
         loss = self.sample_loss(output, y).mean()
         metric(self.mask_logits(output, y), y)
         self.log(f"{stage}/loss", loss, batch_size=len(y))
@@ -211,7 +214,8 @@ class HARClassifier(Classifier):
     Args:
         notation: Layers, as in the paper's Table 1. See `HARCNN`.
         dropout: Dropout probability after the dense layers.
-        optimizer: Makes the clients' optimizer from the parameters. Default: SGD with a learning rate of 0.01.
+        optimizer: Function that creates a client's optimizer from the parameters. Default: SGD with a learning rate of
+            0.01.
         init: Initial weights as in ``"torch"`` or in ``"keras"``.
         model: A network that replaces HAR-CNN, such as a pretrained network.
     """
@@ -237,7 +241,8 @@ class Regressor(NetworkTask):
     Args:
         model: Network that maps inputs of shape (batch, ...) to numbers of shape (batch, outputs).
         num_outputs: Number of values in a sample's target.
-        optimizer: Makes the clients' optimizer from the parameters. Default: SGD with a learning rate of 0.01.
+        optimizer: Function that creates a client's optimizer from the parameters. Default: SGD with a learning rate of
+            0.01.
 
     Raises:
         ValueError: If `num_outputs` is below 1, or if outputs or targets of a batch have the wrong shape.

@@ -91,15 +91,16 @@ class ReservoirTask(RidgeTask):
         per_step = targets.dim() == 3
         if per_step and self.features == "mean":
             raise InvalidValueError(
-                'Expected a label for each sequence with `readout="mean"`, but got a label for each step.',
+                'Expected a target for each sequence with `readout="mean"`, but got a target for each step.',
                 hint='Use `readout="steps"`.',
                 argument="readout",
                 value=self.features,
             )
         if per_step and targets.shape[1] != x.shape[1]:
             raise InvalidValueError(
-                f"Expected a label for each of the {x.shape[1]} steps, but got {targets.shape[1]} labels.",
-                hint="Pass labels of shape (batch, time), or one label for each sequence.",
+                f"Expected the number of targets of a sequence to be its number of steps, {x.shape[1]}, but got "
+                f"{targets.shape[1]}.",
+                hint="Pass one target for each step, or one target for each sequence.",
                 argument="y",
                 value=targets.shape[1],
             )
@@ -145,7 +146,7 @@ class ReservoirTask(RidgeTask):
         if federation.participation.may_miss_sync:
             raise InvalidValueError(
                 f"Expected a `swarm` without `missed_sync_prob` and `missed_rounds` for a `{type(self).__name__}`, "
-                "because its clients start each round with new sums.",
+                "because clients start each round with new sums.",
                 hint="Remove `missed_sync_prob` and `missed_rounds` from the swarm.",
                 argument="swarm",
             )
@@ -209,7 +210,7 @@ class ReservoirTrainer(RidgeTrainer):
 class ReservoirClassifier(ReservoirTask):
     """Classification of sequences with an echo state network and a ridge readout. See `RidgeTask` for its training.
 
-    Targets are one-hot. The largest output is the predicted class.
+    Targets are one-hot. The class with the largest output is predicted.
 
     Args:
         reservoir: Network whose states are the inputs of the readout.
@@ -221,8 +222,8 @@ class ReservoirClassifier(ReservoirTask):
         upload: Upload of a client: its ``"statistics"``, or its own solution (``"weights"``).
         targets: One-hot targets as ``"0/1"`` (as in the papers) or ``"-1/1"``.
         symmetric: Whether only the upper triangle of B is stored and uploaded.
-        min_samples: Number of samples below which a client's statistics cause a warning. Default: the number of units
-            of the reservoir.
+        min_samples: Number of samples below which a client's statistics cause a warning. With ``readout="steps"``, each
+            time step after the washout counts as a sample. Default: the size of the reservoir's state.
 
     Raises:
         ValueError: If an argument is out of range, or if a label in a batch is out of range.

@@ -28,21 +28,21 @@ class RidgeClassifier(RidgeTask):
             after each round.
         symmetric: Whether only the upper triangle of B is stored and uploaded.
         upload: Upload of a client. ``"statistics"``: A and B. ``"weights"``: the client's own solution. ``"moments"``:
-            the sums and numbers of samples of each class in random groups. From the moments, the server estimates B
-            (Guan et al. 2026, STSA-E; see `GroupMoments`).
+            the sum of features and the number of samples, for each class in each random group. From the moments, the
+            server estimates B (Guan et al. 2026, STSA-E; see `GroupMoments`).
         min_samples: Number of samples below which a client's statistics cause a warning. Default: the number of
             features.
         random_features: Number of random features that replace the network's features, see `RandomFeatures` (RanPAC,
             and STSA, which uses ``beta=1e6``). Default: the network's features.
         seed: Seed of the random features.
         bias: Whether a column of ones is the last feature. This feature is regularized like all others.
-        rank: Number of leading singular values and vectors of B that a client uploads. The server merges the uploads
-            and truncates the result again. The solution is in the space of the remaining vectors (FedRAN). Default: all
-            of B.
+        rank: Number of leading singular values and right singular vectors of a client's features that the client
+            uploads instead of B. The server merges the uploads and truncates the result again. The solution is in the
+            space of the remaining vectors (FedRAN). Default: all of B.
         gamma: Regularization of each client's own solution, ``W_k = A_k (B_k + gamma I)^-1``. A client's predictions
             after its training use this solution. The client adds ``gamma I`` to the B that it uploads. The server
             subtracts all these additions before it solves, so its solution does not depend on gamma (AFL, He et al.
-            2025, whose absolute aggregation law equals the sums of A and B).
+            2025). The sums of A and B correspond to the paper's absolute aggregation law.
         groups: Number of groups of a client's samples with ``upload="moments"``.
 
     Raises:

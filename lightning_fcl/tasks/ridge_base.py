@@ -27,9 +27,9 @@ from lightning_fcl.validation import at_least, one_of
 log = logging.getLogger(__name__)
 
 UploadKind = Literal["statistics", "weights"]
-"""Kinds of upload of every ridge regression."""
+"""Kinds of upload that all ridge tasks support."""
 
-# Maximum size in bytes of the statistics in a vectorized step. It limits the number of clients of the step by default.
+# Maximum size in bytes of the statistics in a vectorized step. By default, this limits the number of clients per step.
 MAX_GROUP_BYTES = 128 * 2**20
 
 
@@ -86,7 +86,8 @@ class RidgeTask(Task):
             )
         if len(self.betas) > 1 and upload == "weights":
             raise InvalidValueError(
-                f'Expected one `beta` with `upload="weights"`, as each client solves for itself, but got {self.betas}.',
+                'Expected one `beta` with `upload="weights"`, because each client computes its own solution, but got '
+                f"{self.betas}.",
                 hint="Pass one number, or leave `upload` out.",
                 argument="beta",
             )
@@ -168,7 +169,8 @@ class RidgeTask(Task):
     def on_train_start(self) -> None:
         if self.trainer.max_epochs == -1:
             raise InvalidValueError(
-                "Expected `max_epochs` to be a number, but got -1. The readout is trained in the last epoch of a fit.",
+                "Expected `max_epochs` to limit the epochs, but got -1, which means no limit. The readout is trained "
+                "in the last epoch of a fit.",
                 argument="max_epochs",
             )
 
@@ -234,23 +236,24 @@ class RidgeTask(Task):
         self.log(f"{stage}/{self.targets.quantity}", metric, batch_size=len(y))
 
     def configure_optimizers(self) -> Optimizer:
-        # The learning rate is 0 because no gradient is computed. A frozen network may have no parameters.
+        # The learning rate is 0 because no gradient is computed. SGD rejects an empty list, but not an empty group.
         return torch.optim.SGD([{"params": [*self.parameters()]}], lr=0.0)
 
     # Federated training.
 
     def configure_local_trainer(self, federation: FederationProtocol, shaping: Sequence[str]) -> RidgeTrainer:
-        """Return the trainer of the readouts of several clients.
+        """Return a local trainer for the readouts of several clients.
 
         Raises:
-            ValueError: If a setting of the federation or a method needs gradients or more than one pass.
+            ValueError: If `local_epochs` is not 1, `reductions` are set, a method changes the loss, or the task
+                overrides `training_step`.
         """
         name, settings, rules = type(self).__name__, federation.settings, federation.settings.rules
         if settings.local_epochs != 1:
             raise InvalidValueError(
                 f"Expected the strategy's `local_epochs` to be 1 for a `{name}`, whose readout needs one pass, but "
                 f"got {settings.local_epochs}.",
-                hint="Leave `local_epochs` out. To adapt the reservoir for more passes, use "
+                hint="Leave `local_epochs` out. To adapt a reservoir for more passes, use "
                 "`IntrinsicPlasticity(local_epochs=...)`.",
                 argument="local_epochs",
                 value=settings.local_epochs,
@@ -259,7 +262,7 @@ class RidgeTask(Task):
             raise InvalidValueError(
                 f"Expected no `reductions` with a `{name}`, which defines the reductions of each round, but got "
                 f"{dict(rules)}.",
-                hint="Leave `reductions` out. `upload` chooses the uploads.",
+                hint="Leave `reductions` out. The task's `upload` selects what clients upload.",
                 argument="reductions",
                 value=dict(rules),
             )
@@ -365,8 +368,8 @@ class RidgeTrainer:
             if module.upload != "weights" and n < module.min_samples and client_round.client_id not in self._warned:
                 self._warned.add(client_round.client_id)
                 log.warning(
-                    "Client %s uploads statistics of %d samples, fewer than `min_samples`=%d, which can reveal its "
-                    "data. Give the client more samples, or leave the client out.",
+                    "Client %s uploads statistics that can reveal its data. The number of samples is %d, below "
+                    "`min_samples`=%d. Give the client more samples, or leave the client out.",
                     client_round.client_id,
                     n,
                     module.min_samples,
@@ -388,7 +391,7 @@ class RidgeTrainer:
 
 
 def solve_local(a: Tensor, b: Tensor, beta: float) -> Tensor:
-    """Return a client's weights, or NaN if its statistics are non-finite, so that the server drops the upload."""
+    """Return a client's weights. Return NaN for non-finite statistics, so that the server drops the upload."""
     if torch.isfinite(a).all() and torch.isfinite(b).all():
         return solve(a, unpack_upper(b, a.shape[1]), beta)
     return torch.full_like(a, torch.nan)

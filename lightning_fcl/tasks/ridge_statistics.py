@@ -90,7 +90,7 @@ class RealTargets:
         if not torch.isfinite(y).all():
             raise InvalidValueError(
                 "Expected finite targets, but got NaN or infinite values.",
-                hint="Correct or drop these sequences.",
+                hint="Correct or drop the sequences with such targets.",
                 argument="y",
             )
         return y.double()
@@ -139,10 +139,10 @@ class ConcatRows(ConcatReduction):
 
 
 class ConcatGroups(ConcatReduction):
-    """A reduction that joins the groups of all clients: per group and class, the sum and the number of samples.
+    """A reduction that joins the groups of all clients: for each group and class, sum of features and sample count.
 
-    Groups without samples are left out. A client has samples of few classes in few groups. Therefore uploads are kept
-    as sparse tensors until all of them are aggregated.
+    Groups without samples are left out. A client often has samples of few classes in few groups. Therefore, uploads are
+    kept as sparse tensors until all uploads of the round are aggregated.
     """
 
     name = "concat_groups"
@@ -205,14 +205,19 @@ MOMENTS = RidgeStatistics(
     accumulate_groups,
     "uploads moments, which the server weighs with the moments of all clients of a round",
 )
-"""Sums and numbers of each class's samples in random groups (STSA-E). The server needs all uploads of a round at once.
+"""For each class in each random group, the sum of features and the number of samples (STSA-E).
+
+The server needs all uploads of a round at once.
 
 A group with a single sample of a class reveals this sample.
 """
 
 
 def low_rank(rank: int) -> RidgeStatistics:
-    """Return the statistics A and the leading singular values and vectors of B, which the server merges (FedRAN)."""
+    """Return the statistics A and, instead of B, leading singular vectors that the server merges (FedRAN).
+
+    The vectors are the right singular vectors of the features, multiplied by their singular values.
+    """
     reason = (
         "uploads only the `rank` leading directions of B: a client cannot be removed from the directions of all clients"
     )

@@ -196,7 +196,7 @@ REFUSED = [
         "Cannot use `LearningRateMonitor` callback with `Trainer` that has no logger",
     ),
     (callback("lightning_fcl.callbacks.ActivationDensity"), "Expected a `ReservoirTask` for `ActivationDensity`"),
-    (callback("lightning_fcl.callbacks.BaseSession"), "Expected the task's `model` to have a `backbone` and a `head`"),
+    (callback("lightning_fcl.callbacks.BaseSession"), "Expected a `Classifier` or `RidgeClassifier` whose `model`"),
     (callback("lightning_fcl.callbacks.Pretrain"), "Expected a scenario with samples for pre-training"),
     (callback("lightning_fcl.callbacks.FedWEIT"), "Expected a `Classifier` of a `FedWEITNet` for `FedWEIT`"),
     (

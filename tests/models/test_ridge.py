@@ -245,8 +245,8 @@ def test_solve_singular_matrix_logs_a_warning(caplog):
     a, b = torch.tensor([[1.0, 2.0, 0.0]]), torch.diag(torch.tensor([2.0, 4.0, 0.0]))
     assert solve(a, b, 0.0).tolist() == [[0.5, 0.5, 0.0]]
     assert caplog.messages == [
-        "B + beta I may not be positive definite (beta = 0). The solution ignores eigenvalues of B that may be rounding "
-        "errors. Increase `beta` for a unique solution."
+        "B + beta I may not be positive definite (beta = 0). The solution ignores eigenvalues of B that may be "
+        "rounding errors. Increase `beta` for a unique solution."
     ]
 
 

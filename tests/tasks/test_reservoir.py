@@ -242,7 +242,7 @@ def test_reservoir_labels_of_every_step_equal_solution(train, make_series, make_
 
 def test_reservoir_readout_mean_with_step_labels_raises(train, make_series, make_reservoir_task):
     x = torch.from_numpy(make_series(8)[0])
-    message = 'Expected a label for each sequence with `readout="mean"`, but got a label for each step. '
+    message = 'Expected a target for each sequence with `readout="mean"`, but got a target for each step. '
     message += 'Use `readout="steps"`.'
     with raises(InvalidValueError, "readout"):
         train(make_reservoir_task(readout="mean"), (x, torch.zeros(8, 9, dtype=torch.long)))
@@ -409,8 +409,8 @@ def test_reservoir_client_below_min_samples_warns_once(
         fit(make_reservoir_task(min_samples=limit), stream, max_vectorized_clients=max_vectorized_clients)
     messages = [record.getMessage() for record in caplog.records if record.name.startswith("lightning_fcl")]
     assert messages == [
-        f"Client 0 uploads statistics of {sizes[0]['0']} samples, fewer than `min_samples`={limit}, which can reveal "
-        "its data. Give the client more samples, or leave the client out."
+        f"Client 0 uploads statistics that can reveal its data. The number of samples is {sizes[0]['0']}, below "
+        f"`min_samples`={limit}. Give the client more samples, or leave the client out."
     ]
     caplog.clear()
     # With `upload="weights"`, clients upload no statistics.
