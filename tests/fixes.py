@@ -2052,6 +2052,6 @@ ROWS |= {
         lambda lab, shape: measure_footprint(lab.task(), shape),
         {"shape": (5,)},
         {"shape": (6,)},
-        "Give the shape of a sample",
+        "Pass the shape of a sample",
     ),
 }

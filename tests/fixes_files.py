@@ -1366,7 +1366,7 @@ ROWS |= {
         samples_of,
         {"text": two_samples("1,2,3,4,5,6") + "\n1,2,3,4,5,6"},
         {"text": two_samples("1,2,3,4,5,6")},
-        "Delete these lines",
+        "Delete the lines of the last sample",
     ),
     "publish to a URL": Row(
         publish_run,

@@ -79,7 +79,7 @@ def export_int8_onnx(
 ) -> float:
     """Write a floating-point module to an ONNX file with int8 convolutions, run the file, and compare predictions.
 
-    Uses ONNX Runtime's static quantization of convolutions and of the ReLU6 after them. Weights are int8 with one scale
+    Uses ONNX Runtime's static quantization of convolutions, ReLU and ReLU6. Weights are int8 with one scale
     per channel. Activations are uint8 with the ranges of the calibration. All other operations stay in floating point.
     PyTorch does not implement this arithmetic, so the outputs differ from PyTorch. To keep PyTorch's outputs within
     a tolerance, use `quantize_backbone` and `export_onnx`, which support chains of convolutions.
@@ -130,8 +130,8 @@ def export_int8_onnx(
             matches = module(example.cpu()).argmax(dim=1) == _run_onnx(partial, example).argmax(dim=1)
         if (share := float(matches.double().mean())) < agreement:
             raise InvalidValueError(
-                f"Expected at least {agreement} of the predictions to equal PyTorch's, but got {share:.2f} of "
-                f"{len(example)}. Nothing was written.",
+                f"Expected at least {agreement} of the predictions to equal PyTorch's predictions, but got {share:.2f} "
+                f"of {len(example)}. Nothing was written.",
                 hint="Pass more inputs in `calibration`, like those of `example`, or use `export_onnx`.",
                 argument="agreement",
                 value=share,
@@ -187,7 +187,7 @@ def export_executorch(
             require_package(f"executorch.{package}", "writes ExecuTorch programs", extra="executorch")
             for package in ("backends.xnnpack.partition.xnnpack_partitioner", "exir")
         )
-        # A batch of one would be exported as a constant.
+        # With a batch of one, the batch size would be exported as a constant, which is right only for `max_batch=1`.
         traced = example[torch.arange(min(max_batch, 2)) % len(example)]
         shapes = ({0: torch.export.Dim("batch", min=1, max=max_batch)},) if max_batch > 1 else None
         program = torch.export.export(_with({Int8Backbone: _ExecutorchChain}, module), (traced,), dynamic_shapes=shapes)

@@ -132,13 +132,13 @@ def measure_footprint(module: nn.Module, input_shape: Sequence[int], rules: Redu
             backward = recorder.run(sample)
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
         raise InvalidValueError(
-            f"Expected a model that accepts samples of shape {tuple(input_shape)}, but it failed: {error}.",
-            hint="Give the shape of a sample without the batch dimension, as in `--input 1,64,48`.",
+            f"Expected a model that accepts samples of shape {tuple(input_shape)}, but the model raised: {error}.",
+            hint="Pass the shape of a sample without the batch dimension, as in `--input 1,64,48`.",
         ) from error
     folded = {
         norm: layer
         for norm, layer in recorder.folded.items()
-        # A norm and a convolution can only be folded if both are frozen, or both are trained.
+        # A batch normalization can only be folded if it and the layer before it are both frozen, or both trained.
         if all(
             (f"{norm}.{own}" in trained) == (f"{layer}.weight" in trained)
             for own in ("weight", "bias")
@@ -154,7 +154,7 @@ def measure_footprint(module: nn.Module, input_shape: Sequence[int], rules: Redu
             weights = sum(4 * entry.num_elements if layer.is_trained else entry.nbytes for entry in layer_entries)
             learnt = weights if any(entry.is_trained for entry in layer_entries) else 0
             layers.append(replace(layer, weights=weights, trained=learnt))
-    # Elementwise layers work in place, on the buffer of the previous layer. They need no memory.
+    # Elementwise layers work in place, on the buffer of the previous layer. They need no additional memory.
     layers = [layer for layer in layers if layer.weights or layer.name not in recorder.in_place]
     return Footprint(
         entries=entries,
@@ -173,7 +173,7 @@ def measure_footprint(module: nn.Module, input_shape: Sequence[int], rules: Redu
 def _entries(
     module: nn.Module, reductions: Mapping[str, Reduction], trained: set[str], folded: Mapping[str, str]
 ) -> tuple[StateEntry, ...]:
-    """Return the tensors of the state. ``folded`` maps each folded batch normalization to its convolution."""
+    """Return the tensors of the state. ``folded`` maps each folded batch normalization to the layer before it."""
     state, result, frozen = state_tensors(module), [], frozen_parameters(module, reductions)
     for name, value in state.items():
         layer, _, tensor_name = name.rpartition(".")

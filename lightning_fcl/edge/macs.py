@@ -68,7 +68,7 @@ class LayerRecorder:
     - ``layers``: The layers in the order of the forward pass.
     - ``folded``: The convolution or linear layer before each batch normalization, by name.
     - ``in_place``: Layers without ``kernel_size`` whose input and output have equal sizes, such as elementwise layers.
-    - ``uncounted``: The layers with weights whose MACs are not known.
+    - ``uncounted``: The layers with weight matrices whose MACs are not known.
     - ``frozen`` and ``learnt``: The MACs of the forward pass of the frozen part M_F and of the trained part M_T.
     """
 
@@ -81,7 +81,7 @@ class LayerRecorder:
         self.uncounted: set[str] = set()
         self.frozen = self.learnt = 0
         self._before = 0
-        # The references to the tensors prevent Python from reusing their ids.
+        # Each output tensor, with the name and the module of the layer that returned the tensor.
         self._makers: list[tuple[Tensor, str, nn.Module]] = []
 
     def run(self, sample: Tensor) -> int:

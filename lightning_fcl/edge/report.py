@@ -176,7 +176,7 @@ def device_report(
         A dict of plain values, as in ``device.json``. It has the keys ``parameters``, ``bytes``, ``macs`` (per sample),
         ``memory`` (in bytes), ``synchronisation`` (bytes per node and round, and times in s), ``time`` (in s),
         ``energy_mj`` (of a local epoch), ``fits`` (for each memory of the device) and ``uncounted`` (names of layers).
-        It also contains the arguments.
+        It also contains the input shape, the numbers of samples, nodes and local epochs, and the two profiles.
 
     Raises:
         ValueError: If an argument is out of range, or the module does not accept samples of this shape.
@@ -192,7 +192,7 @@ def device_report(
     at_least(1, samples=samples, nodes=nodes, local_epochs=local_epochs)
     if not input_shape or min(input_shape) < 1:
         raise InvalidValueError(
-            f"Expected all sizes in `input_shape` to be at least 1, but got {tuple(input_shape)}.",
+            f"Expected `input_shape` to contain at least one size, and no size below 1, but got {tuple(input_shape)}.",
             argument="input_shape",
         )
     device, medium = read_device(profile), read_link(link)

@@ -1,4 +1,4 @@
-"""Zoo of published networks. Their files are verified, and the networks can predict and continue learning.
+"""Zoo of published networks. All files are verified. The networks can predict, and some can continue learning.
 
 This package contains no training code. Only `continue_from`, `publish` and `verify` import Lightning.
 """

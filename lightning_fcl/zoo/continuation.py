@@ -93,8 +93,8 @@ def continue_from(name: str | Path, clients: str | Path | None = None, classes: 
 
     Args:
         name: Name or folder, as in `lightning_fcl.zoo.load`.
-        clients: Checkpoint of a federation with the same recipe, seed, data and round. Only the client states are
-            loaded from it. None: clients start without state.
+        clients: Checkpoint of a federation with the same recipe, seed, data and round. Only the client states of this
+            checkpoint are loaded. None: clients start without state.
         classes: Number of new classes to learn in addition to the classes of the entry. The new labels follow the
             labels of the entry. Only readouts that are solved by least squares support new classes. None: no new
             classes.
@@ -218,7 +218,7 @@ def _federation(checkpoint: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 def _apart(value: Any, tensors: dict[str, Tensor]) -> Any:
     """Return a copy of a value that JSON can store.
 
-    Tensors are copied to ``tensors``. The result contains the names of the tensors there. Mappings and tuples
+    Tensors are copied to ``tensors``, and are replaced in the result by their names in ``tensors``. Mappings and tuples
     are encoded as dictionaries with one entry, because JSON supports neither tuples nor all types of keys.
     """
     if isinstance(value, Tensor):

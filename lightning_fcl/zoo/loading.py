@@ -49,7 +49,8 @@ def load(name: str | Path, model: nn.Module | None = None, check: bool = True) -
         check: Whether to compare the outputs for the published input with the published outputs.
 
     Raises:
-        ValueError: If the name is unknown, a file is damaged, or the weights do not match the network.
+        ValueError: If the name is unknown, a file is damaged, or the weights do not match the network. Also if
+            ``check`` is set and the outputs differ from the published outputs.
         FileNotFoundError: If a file is missing.
         ConnectionError: If a download fails.
 
@@ -75,8 +76,8 @@ def create_model(
     Args:
         name: Name of a published network, as in `lightning_fcl.zoo.load`, or of a class in `lightning_fcl.models`.
         pretrained: Whether to load the published weights. Otherwise weights are random.
-        num_classes: Number of outputs. If it differs from the published number, the head is new and has random weights.
-            None: the published number.
+        num_classes: Number of outputs. If this number differs from the published number, the head is new and has random
+            weights. None: the published number, or the default of the class.
         features_only: Whether the network outputs features instead of logits.
         arguments: Arguments of the class in `lightning_fcl.models`.
 
@@ -145,8 +146,8 @@ def load_folder(folder: Path, model: nn.Module | None = None, check: bool = True
         difference = relative_output_difference(pretrained, read_tensors(folder / CHECK))
         if not difference <= TOLERANCE:
             raise InvalidValueError(
-                f"Expected {entry.full_name} to return the published outputs for the published input, but they differ "
-                f"by {difference:.2g}, relative to the largest output.",
+                f"Expected {entry.full_name} to return the published outputs for the published input, but the outputs "
+                f"differ by {difference:.2g}, relative to the largest output.",
                 hint="Report an issue with your torch version and processor, or load it with `check=False`.",
                 argument="check",
                 value=difference,

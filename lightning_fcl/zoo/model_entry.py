@@ -50,7 +50,7 @@ class ModelEntry:
         made_with: Version of each package that the run used, and a description of the machine.
 
     Raises:
-        ValueError: If the arguments contradict each other.
+        ValueError: If the name is invalid, or if the arguments contradict each other.
     """
 
     name: str
@@ -72,8 +72,9 @@ class ModelEntry:
         check_name(self.name)
         if self.version < 1 or bool(self.classes) == (self.output_kind == "features"):
             raise InvalidValueError(
-                f"Expected a version of at least 1, and classes unless `output_kind` is features, for {self.name}, but "
-                f"got version {self.version}, {len(self.classes)} classes and {self.output_kind}."
+                f"Expected {self.name} to have a version of at least 1, and to have classes if and only if "
+                f"`output_kind` is not features, but got version={self.version}, {len(self.classes)} as the number of "
+                f"classes and output_kind={self.output_kind}."
             )
         if self.measurement is not None and list(self.measurement.shape) != list(self.input_shape):
             raise InvalidValueError(
@@ -95,8 +96,8 @@ class ModelEntry:
 def check_name(name: str) -> None:
     if not _NAME.fullmatch(name) or len(name) > 100:
         raise InvalidValueError(
-            "Expected a name such as har_cnn.ucihar.flwf2t_ft, of lower-case letters, digits, _, - and dots, but got "
-            f"{name[:100]!r}.",
+            "Expected a name of at most 100 lower-case letters, digits, _, - and dots, like har_cnn.ucihar.flwf2t_ft, "
+            f"but got {name[:100]!r}.",
             argument="name",
             value=name,
         )
@@ -113,7 +114,8 @@ def read_entry(config: Path) -> ModelEntry:
     )
     if not isinstance(network, Mapping) or not isinstance(recipe, Mapping):
         raise InvalidValueError(
-            f"Expected {config} to contain the mappings `network` and `recipe`, but at least one is missing.",
+            f"Expected {config} to contain the mappings `network` and `recipe`, but at least one is missing or is "
+            "not a mapping.",
             hint=REDOWNLOAD_HINT,
             value=config,
         )

@@ -187,7 +187,7 @@ def read_samples(path: Path, entry: ModelEntry) -> NDArray[Any]:
         raise InvalidValueError(
             f"Expected {path} to contain numbers, with the same number of columns in each line, but got: "
             f"{first_line(error)}.",
-            hint="Correct this line of the file.",
+            hint="Correct this line of the file, or the whole file if no line is named.",
         ) from error
     shape, axes, channels = tuple(entry.input_shape), tuple[str, ...](), tuple[str, ...]()
     if entry.measurement is not None and "time" in entry.measurement.axes:
@@ -196,9 +196,9 @@ def read_samples(path: Path, entry: ModelEntry) -> NDArray[Any]:
         steps = shape[axes.index("time")]
         if len(table) % steps:
             raise InvalidValueError(
-                f"Expected {path} to have {steps} lines for each sample, but got {len(table)} lines, which is "
-                f"{len(table) % steps} too many.",
-                hint="Delete these lines.",
+                f"Expected {path} to have {steps} lines for each sample, but got {len(table)} lines. The last sample "
+                "is incomplete.",
+                hint="Delete the lines of the last sample, or add the missing lines.",
             )
         series = table.reshape(-1, steps, len(channels))
         return series if axes.index("time") == 0 else series.transpose(0, 2, 1)
@@ -206,7 +206,7 @@ def read_samples(path: Path, entry: ModelEntry) -> NDArray[Any]:
         or_so = f"{len(channels)} columns ({', '.join(channels)}) with one line per time step, or " if channels else ""
         raise InvalidValueError(
             f"Expected {path} to have {or_so}{prod(shape)} columns with one line per sample, but got {table.shape[1]} "
-            "columns."
+            f"column{'' if table.shape[1] == 1 else 's'}."
         )
     return table.reshape(-1, *shape)
 

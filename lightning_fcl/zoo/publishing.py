@@ -112,7 +112,7 @@ def publish(
     check_name(name)
     if "://" in str(destination):
         raise InvalidValueError(
-            f"Expected `destination` to be a folder, but got {destination}.",
+            f"Expected `destination` to be a folder or hf:organization/repository, but got {destination}.",
             hint="Publish to a folder, then copy the folder to the URL.",
             argument="destination",
             value=destination,
@@ -169,7 +169,7 @@ def publish(
     # Compare the weights as they are after loading from a file in half precision.
     if True in models:
         models[True] = load_weights(make_network(entry), _tensors(network, half=True), entry)
-    # The run was trained on precomputed features of the backbone. The network computes them from images.
+    # The run was trained on precomputed features of the backbone. The published network computes them from images.
     if backbone is not None:
         stream.backbone = backbone
         stream.set_samples(stream.samples)
@@ -195,7 +195,7 @@ def publish(
 
 
 def _energy(parts: LoadedRecipe, shape: Sequence[int]) -> dict[str, float]:
-    """Return the energy in mJ to learn from one sample, as a metric by name. Empty if a layer cannot be counted."""
+    """Return the energy in mJ to learn from one sample, as a metric by name. Return {} if it cannot be estimated."""
     with suppress(ValueError):
         report = device_report(parts.model, shape, reductions=parts.strategy.settings.rules)
         if not report["uncounted"]:

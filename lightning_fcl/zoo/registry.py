@@ -62,7 +62,7 @@ def download_from_hub(name: str, to_continue: bool) -> Path:
     if parts is None or parts["commit"] is None:
         raise InvalidValueError(
             f"Expected hf:organization/repository@ and the 40 digits of a commit, but got {name!r}. A branch is not "
-            "accepted, because its content changes.",
+            "accepted, because its content can change.",
             argument="name",
             value=name,
         )
@@ -190,8 +190,8 @@ class RegistryEntry:
                     return candidate
         if not self.url:
             raise MissingFileError(
-                f"Expected the files of {self.folder} in {entry_folder}, but they are not installed. They are too "
-                "large for the package, or the license of their data does not allow distribution.",
+                f"Expected the files of {self.folder} in {entry_folder}, but they are not installed. The package does "
+                "not contain files that are too large, or whose data may not be distributed.",
                 hint="Set LIGHTNING_FCL_ZOO to the folder `zoo` of a checkout, or to a URL that serves this folder.",
                 value=self.folder,
             )
@@ -205,7 +205,7 @@ class RegistryEntry:
         entry = read_entry(folder / CONFIG)
         if entry.folder != self.folder:
             raise InvalidValueError(
-                f"Expected the folder of {entry.full_name} to have its name, but got {self.folder}.",
+                f"Expected the folder of {entry.full_name} to be named {entry.folder}, but got {self.folder}.",
                 hint=f"Rename the folder to {entry.folder}, also in {REGISTRY}.",
                 argument="folder",
                 value=self.folder,
@@ -243,7 +243,7 @@ def list_published(pattern: str = "*") -> dict[str, RegistryEntry]:
 
 
 def resolve_folder(name: str | Path, to_continue: bool = False) -> Path:
-    """Return the local folder of an entry. A path is returned without checks. For a name, the files are verified."""
+    """Return the local folder of an entry. A path is not checked. For a name in a registry, the files are verified."""
     text = str(name)
     if isinstance(name, Path) or (os.sep in text and not text.startswith("hf:")):
         return Path(name).expanduser()

@@ -45,7 +45,8 @@ class VerificationResult:
         is_reproduced: Whether the network agrees with its card.
         published_accuracy: Test accuracy on the card. None if it was not measured.
         measured_accuracy: Test accuracy measured by the verification. None if it was not measured, see ``reason``.
-        difference: Largest difference from the published outputs, relative to the largest published output.
+        difference: Largest difference from the published outputs, relative to the largest published output. 0 if the
+            entry has no published outputs.
         reason: Reason why the accuracy was not measured. Empty if it was measured.
     """
 

@@ -508,7 +508,10 @@ def test_read_link_invalid_file_raises(tmp_path, text):
         (["--nodes", "0"], "Expected `nodes` to be at least 1 but got 0."),
         (["--input", "1,64,x"], "Expected `--input` to be positive sizes separated by commas, but got"),
         (["--input", "1,0,48"], "Expected `--input` to be positive sizes separated by commas"),
-        (["--input", "1,32,32"], "Expected a model that accepts samples of shape (1, 32, 32), but it failed: Expected"),
+        (
+            ["--input", "1,32,32"],
+            "Expected a model that accepts samples of shape (1, 32, 32), but the model raised: Expected",
+        ),
         (["--config", "no/such.yaml"], "Expected a recipe at no/such.yaml, but there is no such file"),
     ],
 )
