@@ -49,7 +49,7 @@ class FedWEITNet(Serializable):
             the authors' code.
 
     Raises:
-        ValueError: If a number is out of range, or if no weights of ``net`` to decompose match ``layers``.
+        ValueError: If a number is out of range, or if ``layers`` matches no linear or convolutional weights.
 
     Example:
         >>> from lightning_fcl.models import ViT

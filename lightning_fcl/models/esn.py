@@ -250,7 +250,7 @@ class EchoStateNetwork(Serializable):
         return x
 
     def fold_plasticity(self) -> EchoStateNetwork:
-        """Return an equivalent reservoir with gain 1 and bias 0. Its weights include the gain and bias of this one."""
+        """Return an equivalent reservoir with gain 1 and bias 0. Its weights include this reservoir's gain and bias."""
         other = EchoStateNetwork(self.in_features, self.units, self.num_layers, washout=self.washout, seed=0)
         other = other.to(self.gain.device, self.gain.dtype)
         other.leaking_rate = self.leaking_rate

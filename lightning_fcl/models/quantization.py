@@ -207,8 +207,8 @@ def _chain(backbone: nn.Module) -> dict[str, nn.Conv2d]:
             convolutions[name] = layer
         elif not (isinstance(layer, nn.Sequential | nn.Identity) or (isinstance(layer, nn.ReLU) and convolutions)):
             raise InvalidValueError(
-                "Expected `model.backbone` to be an nn.Sequential of Conv2d with zero padding, each followed by "
-                f"BatchNorm2d, ReLU or both, but got {type(layer).__name__} at `{name or 'model.backbone'}`.",
+                "Expected `model.backbone` to be an nn.Sequential of Conv2d with zero padding, and of "
+                f"BatchNorm2d and ReLU after Conv2d, but got {type(layer).__name__} at `{name or 'model.backbone'}`.",
                 hint="Move unsupported layers to `model.head`, which stays in floating point.",
                 argument="model.backbone",
             )

@@ -119,7 +119,7 @@ def build_from_config(init_config: object, name: str) -> Any:
 
 
 def validate_arguments(make: Callable[..., object], arguments: Mapping[str, object], name: str) -> dict[str, object]:
-    """Return plain arguments after conversion to the types that a class or function declares, without calling it.
+    """Return plain arguments, converted to the types that a class or function declares. Nothing is called.
 
     Args:
         make: The class or function.
