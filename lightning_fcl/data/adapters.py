@@ -98,7 +98,8 @@ def to_dataset(data: Any, owner_name: str) -> Dataset[Any]:
         owner_name: Description of the data in the error message, such as "for client 3".
 
     Raises:
-        TypeError: If the data have no length or no indexed items. Also if the data are arrays, which have no targets.
+        TypeError: If the data have no length or no indexed items. Also if the data are an array, a tuple, a string or a
+            dict, which are not datasets.
     """
     check_lightning_namespace(data)
     whole = isinstance(data, Sized) and not isinstance(data, str | bytes | Mapping | tuple | IterableDataset)
@@ -110,7 +111,7 @@ def to_dataset(data: Any, owner_name: str) -> Dataset[Any]:
         return data if isinstance(data, Dataset) else SizedItems(data)
     clients = " A list or dict must contain one dataset per client." if owner_name.startswith("for client") else ""
     raise InvalidTypeError(
-        f"Expected a map-style dataset {owner_name}, but got a {type(data).__name__}.",
+        f"Expected a map-style dataset {owner_name}, but got an object of type {type(data).__name__}.",
         hint=f"{remedy}{clients}",
         argument="data",
         value=type(data).__name__,
@@ -130,7 +131,7 @@ def samples_from_arrays(
     in_memory = not isinstance(x, Dataset) and (hasattr(x, "__array__") or isinstance(x, list))
     content: Tensor | Dataset[Any] = _tensor(x) if in_memory else to_dataset(x, "for `x`")
     size = len(content)  # type: ignore[arg-type]  # a map-style data set
-    # `ArrayDataset` checks floating-point samples, labels, owners and domains. Other samples are left out.
+    # `ArrayDataset` checks floating-point samples, labels, owners and domains. Samples of other types are not checked.
     checked = np.zeros((size, 0), np.float32)
     if isinstance(content, Tensor) and content.is_floating_point():
         checked = content.float().numpy()
@@ -150,12 +151,12 @@ def samples_from_arrays(
         content = index_labels(content, item_targets, targets) if names else content
     if len(targets) != size and not (isinstance(content, Dataset) and not len(targets)):
         raise InvalidValueError(
-            f"Expected one target for each of {size} samples, but got {len(targets)} targets.",
+            f"Expected `y` to contain one target per sample ({size}), but got {len(targets)}.",
             hint="Pass one target for each sample.",
             argument="y",
             value=len(targets),
         )
-    owner, domain = _column("client", client), _column("group", group)
+    owner, domain = _column("client_ids", client), _column("group", group)
     ArrayDataset(checked, targets if names else np.zeros(size, dtype=np.int64), owner, names or ("",), None, domain)
     return Samples(content, targets, names, owner, domain, collate_fn=collate_fn)
 
@@ -166,13 +167,14 @@ def _tensor(x: Any) -> Tensor:
         values = plain_tensor(x).cpu() if isinstance(x, Tensor) else np.ascontiguousarray(x)
     except ValueError as error:
         raise InvalidValueError(
-            f"Expected `x` to have samples of one shape, but got: {error}.",
+            f"Expected `x` to have samples of one shape, but got: {str(error).rstrip('.')}.",
             hint="Convert the samples to one shape.",
             argument="x",
         ) from error
     if isinstance(values, np.ndarray) and (values.dtype.kind not in "biufc" or values.dtype.char in LONG):
         raise InvalidTypeError(
-            f"Expected `x` to contain numbers, but got {values.dtype} of shape {values.shape}.",
+            f"Expected `x` to contain numbers of a type that torch supports, but got type {values.dtype} and shape "
+            f"{values.shape}.",
             hint="Convert `x`, for example with `x.astype(np.float32)`.",
             argument="x",
             value=values.dtype,
@@ -182,7 +184,7 @@ def _tensor(x: Any) -> Tensor:
 
 
 def _column(name: str, values: Any) -> NDArray[Any] | None:
-    """Return the owners or domains of all samples as an array of integers or strings.
+    """Return the owners or domains of all samples as an array of integers or strings, or None if there are none.
 
     Strings from pandas have the NumPy type object. These strings are converted to a string type.
     """
@@ -294,8 +296,8 @@ def _join_clients(
 def _names_splits(data: object, owner_name: str) -> TypeGuard[Mapping[str, object]]:
     """Return whether the data are a dict of splits, such as a `DatasetDict` of Hugging Face.
 
-    A dict of splits has the key ``train``, and either no other key or the name of another split. Any other dict has one
-    entry per client.
+    A dict of splits has the key ``train``. Other keys are optional, but at least one of them must be the name of a
+    split. Any other dict has one entry per client.
 
     Raises:
         ValueError: If some keys are not names of splits, or if two keys name the same split.
@@ -306,8 +308,8 @@ def _names_splits(data: object, owner_name: str) -> TypeGuard[Mapping[str, objec
     parts = [SPLITS.get(name) for name in data]
     if None in parts or len(set(parts)) < len(parts):
         raise InvalidValueError(
-            f"Expected the dict {owner_name} to have the keys train, validation and test, or only names of clients, "
-            f"but got {', '.join(map(str, data))}.",
+            f"Expected the dict {owner_name} to have only the keys train, validation and test, each at most once, but "
+            f"got {', '.join(map(str, data))}.",
             hint="Remove splits with other names, or merge them into `train`, `validation` or `test`.",
             argument="data",
             value=list(data),
@@ -360,9 +362,9 @@ def check_seen(samples: Samples) -> Samples:
     unseen = sorted(set(samples.labels[~train].tolist()) - train_labels)
     if unseen:
         raise InvalidValueError(
-            "Expected every class of the validation and test samples to have training samples, but label "
-            f"{', '.join(samples.classes[label] for label in unseen)} has none.",
-            hint="Remove these samples, or add training samples of the label.",
+            "Expected every class of the validation and test samples to have training samples, but got no training "
+            f"samples of {', '.join(samples.classes[label] for label in unseen)}.",
+            hint="Remove these samples, or add training samples of each class.",
             argument="y",
             value=unseen,
         )

@@ -69,7 +69,7 @@ def _make_placeholder(spec: ModuleSpec) -> ModuleType:
 
     def get_attribute(name: str) -> object:
         if sys.modules.get(spec.name) is placeholder:
-            raise AttributeError(f"module `{spec.name}` has no attribute `{name}` while Avalanche is imported")
+            raise AttributeError(f"module `{spec.name}` has no attribute `{name}` while Avalanche is being imported")
         return getattr(import_module(spec.name), name)
 
     vars(placeholder)["__getattr__"] = get_attribute

@@ -25,7 +25,7 @@ Batch = Any
 """A batch in the form in which the dataset returns it: often ``[x, y]``, or any nesting of lists, dicts and tensors."""
 
 TakeFn = Callable[..., Any]
-"""Function that returns the samples at given indices. The argument ``seed`` seeds all non-global generators."""
+"""Function that returns the samples at given indices. The argument ``seed`` seeds generators that are not global."""
 
 Collate = Callable[[list[Any]], Any]
 IntArray = NDArray[np.int64]
@@ -48,7 +48,7 @@ class LoaderConfig:
 
 
 def round_half_up(value: float) -> int:
-    """Return the nearest integer. Halves are rounded up, for example 0.5 to 1."""
+    """Return the integer that is nearest to a non-negative number. Halves are rounded up, for example 0.5 to 1."""
     return int(value + 0.5)
 
 
@@ -58,7 +58,7 @@ def index_nested(samples: Any, rows: Tensor) -> Any:
 
 
 def fetch(data: Any, rows: Sequence[int]) -> Any:
-    """Return a list of items of a map-style dataset, as torch's `DataLoader` reads them before `collate_fn`.
+    """Return the items of a map-style dataset at some rows, as torch's `DataLoader` reads them before `collate_fn`.
 
     If the dataset has a method ``__getitems__``, the result is the method's result for all rows.
 
@@ -83,7 +83,7 @@ class BatchRequest:
 
     @classmethod
     def keyed(cls, rows: NDArray[np.int64], seed: int, client: str, round_idx: int, *key_parts: int) -> BatchRequest:
-        """Return the request of a client in a round.
+        """Return a request for samples of a client in a round.
 
         Args:
             rows: Numbers of the samples, shape (n,).
@@ -95,7 +95,10 @@ class BatchRequest:
         return cls(rows, seed, (client, round_idx, "data", *key_parts))
 
     def load(self, take: TakeFn) -> Any:
-        """Return the requested samples, independent of earlier reads. Restore all random generators afterwards."""
+        """Return the requested samples. Afterwards, restore all random generators.
+
+        Random draws do not depend on earlier reads.
+        """
         with isolate_rng(include_cuda=torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
             seed_all(self.seed, *self.key)
             return take(self.rows, seed=derive_seed(self.seed, *self.key))
@@ -114,7 +117,7 @@ class _Requested(Dataset[Any]):
 def read_batches(take: TakeFn, requests: Iterable[BatchRequest], loading: LoaderConfig) -> Generator[Any, None, None]:
     """Yield the requested batches. If ``num_workers`` is above 0, worker processes read the batches.
 
-    If the operating system spawns processes instead of forking, each worker process first runs the main script.
+    If the start method of `multiprocessing` is not ``"fork"``, each worker process first imports the main script.
     """
     if not loading.num_workers:
         yield from (request.load(take) for request in requests)
@@ -136,8 +139,8 @@ def read_batches(take: TakeFn, requests: Iterable[BatchRequest], loading: Loader
         if not match_error(error, LibraryError.WORKER_ENDED) or get_start_method() == "fork":
             raise
         raise InvalidStateError(
-            f"Expected the {loading.num_workers} worker processes of `num_workers` to read data, but one has ended. "
-            "This system starts worker processes by running the main script again.",
+            f"Expected each worker process (`num_workers`={loading.num_workers}) to read data, but a worker process has "
+            "ended. On this system, each worker process first imports the main script.",
             hint='Put the training code below `if __name__ == "__main__":`, or set `num_workers=0`.',
         ) from error
 
@@ -151,9 +154,9 @@ class BatchPlan:
         shuffle: Whether samples are shuffled in each local epoch.
         drop_last: Whether an incomplete last batch is dropped.
         limit_batches: If an integer, the maximum number of batches over all local epochs. If a float, the fraction of
-            batches that is kept. At least one batch is kept for a fraction.
+            batches that is kept, rounded down to whole batches. With a float, at least one batch is kept.
         min_size: Minimum number of samples in a batch, at most ``batch_size``. A smaller last batch is merged into the
-            previous batch, unless ``drop_last`` is True.
+            previous batch, if there is one. With ``drop_last``, batches are not merged.
     """
 
     batch_size: int
@@ -163,11 +166,11 @@ class BatchPlan:
     min_size: int = 1
 
     def batches_per_epoch(self, sizes: IntArray, replayed: IntArray | None = None) -> IntArray:
-        """Return the number of batches per epoch, shape (clients,).
+        """Return the number of batches per epoch for each client, shape (clients,).
 
         Args:
             sizes: Number of samples of each client, shape (clients,).
-            replayed: Number of replay samples that join the batches of each client, shape (clients,). None means 0.
+            replayed: Number of replay samples that are added to each client's batches, shape (clients,). None means 0.
         """
         if self.drop_last:
             return np.maximum(1, sizes // self.batch_size)
@@ -181,7 +184,7 @@ class BatchPlan:
         return steps
 
     def limit_steps(self, steps: IntArray) -> IntArray:
-        """Return the number of batches after `limit_batches` is applied, shape (clients,)."""
+        """Return each client's number of batches after `limit_batches` is applied, shape (clients,)."""
         if isinstance(self.limit_batches, int):
             return np.minimum(steps, self.limit_batches)
         return np.maximum(1, (steps * self.limit_batches).astype(np.int64))
@@ -196,7 +199,7 @@ def keyed_permutations(keys: Keys, sizes: IntArray, stream: int) -> IntArray:
     """Return a random order of the numbers from 0 to size - 1 for each client, shape (keys, largest size).
 
     If a client's size is below the largest size, the row continues with the numbers from the size on. For the same key,
-    each ``stream`` results in a different order.
+    each ``stream`` draws an independent order.
     """
     width = int(sizes.max(initial=0))
     draws = random_uint64(keys, width, start=stream << 32)
@@ -205,15 +208,15 @@ def keyed_permutations(keys: Keys, sizes: IntArray, stream: int) -> IntArray:
 
 
 def shuffled_window(key: Keys, num_replay_samples: int, size: int, start: int) -> IntArray:
-    """Return the indices of the replay samples in one batch, if the batches are not planned together. Shape (size,).
+    """Return the indices of the replay samples in one batch, if each batch is planned separately. Shape (size,).
 
     The batches are consecutive parts of a long sequence. The sequence consists of random orders of all replay samples.
 
     Args:
         key: Key of the random orders.
         num_replay_samples: Number of replay samples.
-        size: Number of samples in the batch.
-        start: Position of the first sample of the batch in the sequence.
+        size: Number of replay samples in the batch, at most ``num_replay_samples``.
+        start: Position in the sequence of the first replay sample of the batch.
     """
     number, position = divmod(start, num_replay_samples)
     sizes = np.array([num_replay_samples])
@@ -226,7 +229,7 @@ def shuffled_window(key: Keys, num_replay_samples: int, size: int, start: int) -
 def plan_group_batches(
     sizes: IntArray, epochs: IntArray, batching: BatchPlan, keys: Keys, num_replay_samples: IntArray | None = None
 ) -> tuple[IntArray, IntArray]:
-    """Return the samples in each batch of the local training of several clients, and the sizes of the batches.
+    """Return the sample indices in each batch of the local training of several clients, and the sizes of the batches.
 
     Args:
         sizes: Number of samples of each client, shape (clients,).
@@ -238,8 +241,8 @@ def plan_group_batches(
             replay samples.
 
     Returns:
-        The indices of the samples, shape (clients, steps, largest batch), padded with zeros. And the number of samples
-        in each batch, shape (clients, steps), which is 0 after a client's last batch.
+        The indices of the samples, shape (clients, steps, largest batch), padded with zeros. Then the number of samples
+        in each batch, shape (clients, steps). The number is 0 after a client's last batch.
     """
     steps = batching.batches_per_epoch(sizes, num_replay_samples)
     extra = np.zeros_like(sizes) if num_replay_samples is None else num_replay_samples
@@ -282,7 +285,7 @@ def plan_group_batches(
 def plan_batches(
     samples: int, epochs: int, batching: BatchPlan, keys: Keys, num_replay_samples: int = 0
 ) -> list[IntArray]:
-    """Return the samples in each batch of a client's local training, one array per step. See `plan_group_batches`."""
+    """Return the sample indices of a client's local training, one array per batch. See `plan_group_batches`."""
     index, lengths = plan_group_batches(
         np.array([samples]), np.array([epochs]), batching, keys, np.array([num_replay_samples])
     )
@@ -290,5 +293,5 @@ def plan_batches(
 
 
 def plan_client(samples: int, batching: BatchPlan, seed: int, client: str, round_idx: int) -> list[IntArray]:
-    """Return the samples in each batch of one local epoch of a client in a round. See `plan_group_batches`."""
+    """Return the sample indices of one local epoch of a client in a round, one array per batch. See `plan_batches`."""
     return plan_batches(samples, 1, batching, order_keys(seed, [client], round_idx))

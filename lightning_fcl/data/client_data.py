@@ -32,7 +32,7 @@ def check_sizes(clients: Mapping[Any, SplitDatasets]) -> None:
 
 
 def check_shapes(clients: Mapping[Any, SplitDatasets], collate_fn: Collate) -> None:
-    """Raise ValueError if torch's `default_collate` cannot make a batch from the samples of several clients.
+    """Raise ValueError if the samples of the clients differ in shape and torch's `default_collate` combines them.
 
     Only the first sample of each dataset is compared. Datasets with a method ``__getitems__`` are skipped, because the
     method may pad the samples of a batch.
@@ -63,11 +63,13 @@ def targets_of_clients(y: Any, clients: Mapping[Any, SplitDatasets]) -> dict[Any
     client_targets = y if isinstance(y, Mapping) else dict(enumerate(y)) if isinstance(y, list | tuple) else None
     if client_targets is None or client_targets.keys() != clients.keys():
         description = (
-            type(y).__name__ if client_targets is None else f"targets of {format_names(client_targets) or 'no client'}"
+            f"a value of type {type(y).__name__}"
+            if client_targets is None
+            else f"targets of {format_names(client_targets) or 'no client'}"
         )
         raise InvalidValueError(
             f"Expected `y` to contain the targets of each client ({format_names(clients)}), but got {description}.",
-            hint="Pass a dict or a list with the clients of `data`.",
+            hint="Pass a dict with the keys of `data`. If `data` is a list, pass a list of the same length.",
             argument="y",
             value=description,
         )
@@ -90,8 +92,8 @@ def targets_in(y: Any, parts: SplitDatasets, owner_name: str) -> dict[str, NDArr
     )
     if targets_by_part.keys() != parts.keys():
         raise InvalidValueError(
-            f"Expected `y` to contain targets for {format_names(parts)} of {owner_name}, but got targets for "
-            f"{format_names(targets_by_part)}.",
+            f"Expected `y` to contain targets for the splits {format_names(parts)} of {owner_name}, but got targets for "
+            f"{format_names(targets_by_part) or 'no split'}.",
             hint="Pass a dict with one array for each split.",
             argument="y",
         )
@@ -101,7 +103,8 @@ def targets_in(y: Any, parts: SplitDatasets, owner_name: str) -> dict[str, NDArr
         if arrays[name].shape[:1] != (size,):
             actual_size = len(arrays[name]) if arrays[name].ndim else "a single value"
             raise InvalidValueError(
-                f"Expected `y` to have {size} targets for the {name} samples of {owner_name}, but got {actual_size}.",
+                f"Expected `y` to contain one target per {name} sample of {owner_name} (samples: {size}), but got "
+                f"{actual_size}.",
                 hint="Pass one target for each sample, in the order of the samples.",
                 argument="y",
                 value=actual_size,

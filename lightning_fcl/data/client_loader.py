@@ -27,8 +27,8 @@ class ClientLoader:
     def __len__(self) -> int:
         if self.stream.count_batches is None:
             raise InvalidTypeError(
-                'Expected a running fit of a Trainer with `strategy="federated"`, which counts the batches of a client '
-                "in a round, but no such fit is running.",
+                'Expected a running fit of a Trainer with `strategy="federated"`, because the number of batches depends '
+                "on this Trainer, but no such fit is running.",
                 argument="strategy",
             )
         return self.stream.count_batches()
@@ -36,10 +36,10 @@ class ClientLoader:
     def __iter__(self) -> Iterator[Any]:
         stream, plan, trainer = self.stream, self.stream.plan, self.stream.trainer
         if len(plan.clients) != 1 or trainer is None:
+            number = "1 client" if len(plan.clients) == 1 else f"{len(plan.clients)} clients"
+            actual = "no Trainer" if trainer is None else "a Trainer without this strategy, which trains a single client"
             raise InvalidValueError(
-                f'Expected a Trainer with `strategy="federated"` for a stream of {len(plan.clients)} clients, but got '
-                "a Trainer without this strategy, which trains a single client.",
-                hint="Use `L.Trainer(strategy=FederatedStrategy())`, or a stream of one client.",
+                f'Expected a Trainer with `strategy="federated"` for a stream of {number}, but got {actual}.',
                 argument="strategy",
             )
         client, round_idx = plan.clients[0], current_round(trainer)
@@ -48,8 +48,8 @@ class ClientLoader:
             return
         if round_idx >= plan.num_rounds:
             raise InvalidValueError(
-                f"Expected `max_epochs` to be at most the stream's {plan.num_rounds} rounds, but got "
-                f"{trainer.max_epochs}.",
+                f"Expected `max_epochs` to be at most {plan.num_rounds} and not -1, because the stream has "
+                f"{plan.num_rounds} round(s), but got {trainer.max_epochs}.",
                 hint=f"Set `max_epochs={plan.num_rounds}`.",
                 argument="max_epochs",
                 value=trainer.max_epochs,

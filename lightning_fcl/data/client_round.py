@@ -30,9 +30,9 @@ class ClientRound:
         num_samples: Number of the client's samples in this round, without replay samples.
         num_stream_samples: Number of the client's samples in the whole stream. 0 if unknown.
         num_replay_samples: Number of replay samples that are added to the samples of this round.
-        new_classes: Classes of the current experiences of all clients that are in no client's earlier experience. Empty
-            if the stream has no classes.
-        old_classes: Classes of the earlier experiences of all clients. Empty if the stream has no classes.
+        new_classes: Classes that are in a client's current experience, but in no client's earlier experiences. Empty if
+            the classes of the stream are unknown, or if the targets are not classes.
+        old_classes: Classes that are in a client's earlier experiences. Empty in the same cases.
         task_classes: All classes of the client's current task, in ascending order. A task-incremental method restricts
             the logits to these classes. Empty if the logits of all classes are used.
         in_step: Whether all clients of the stream start each experience in the same round.
@@ -54,7 +54,7 @@ class ClientRound:
 
     @property
     def is_balanced(self) -> bool:
-        """Whether all classes have samples, and the rarest class has at least half as many as the most frequent one."""
+        """Whether all classes have samples, and the rarest has at least half as many samples as the most frequent."""
         if not self.num_classes or not len(self.labels):
             return False
         counts = torch.bincount(self.labels, minlength=self.num_classes)
@@ -88,7 +88,7 @@ class SampleHistory:
 
     @cached_property
     def covers_experience(self) -> bool:
-        """Whether the round contains all samples of the earlier rounds of the experience."""
+        """Whether the round contains all samples of the earlier rounds in ``experience``."""
         return all(bool(np.isin(earlier, self.available).all()) for earlier in self._others)
 
     @cached_property
@@ -171,6 +171,6 @@ class ClientRounds(Sequence[ClientRound]):
 
 
 def current_round(trainer: L.Trainer) -> int:
-    """Return the index of a Trainer's current round. Correct even before a resumed fit restores its epoch counter."""
+    """Return the index of a Trainer's current round, even before a resumed fit restores the Trainer's epoch counter."""
     progress: Any = trainer.fit_loop.epoch_progress.current
     return int(progress.processed)

@@ -29,7 +29,7 @@ def count_nested_samples(samples: Any) -> int:
 def concat_nested(batches: Sequence[Any]) -> Any:
     """Concatenate batches along the sample dimension.
 
-    The result has the same nesting of lists, dicts and named tuples as the first batch.
+    The result has the same nesting of lists, dicts and named tuples as the first batch. Plain tuples become lists.
 
     Raises:
         ValueError: If the samples have different shapes.

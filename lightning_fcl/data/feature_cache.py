@@ -112,7 +112,10 @@ def iter_images(samples: Samples, num_workers: int = 0) -> Iterator[Tensor]:
 
 
 def to_pixels(samples: Samples) -> Samples:
-    """Return samples whose images have the form that a backbone expects: scaled to [0, 1] and not normalized."""
+    """Return samples whose images have the form that a backbone expects: scaled to [0, 1] and not normalized.
+
+    Samples that are not uint8 tensors are returned unchanged.
+    """
     if not isinstance(samples.x, Tensor) or samples.x.dtype != torch.uint8:
         return samples
     measurement, channels = samples.measurement, samples.x.shape[1]
@@ -172,7 +175,7 @@ def _is_whole(path: Path, shape: tuple[int, int], begin: Tensor) -> bool:
 
 
 def _fingerprint(network: nn.Module) -> Any:
-    """Return a hash of a backbone's layers and of all values in its state."""
+    """Return a SHA-256 hash object that contains a backbone's layers and all values in its state."""
     digest = hashlib.sha256(f"{type(network).__qualname__} {network}".encode())
     for name, value in network.state_dict().items():
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())

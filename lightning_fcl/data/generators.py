@@ -14,7 +14,7 @@ from lightning_fcl.data.reachable import reachable
 from lightning_fcl.rng import derive_seed
 from lightning_fcl.snapshot_values import ValueKind, find_kind
 
-# The global generators. Each read seeds and restores them in separate code.
+# The global generators. The code that reads samples seeds and restores these generators separately.
 _GLOBAL: tuple[object, ...] = (np.random.get_state.__self__, random.random.__self__, torch.default_generator)  # type: ignore[attr-defined]
 
 
@@ -28,7 +28,7 @@ class Generators:
     """The random generators in datasets and in `collate_fn`: found once, and seeded for each read.
 
     Generators of NumPy, Python and torch are found in attributes, containers, closures, class attributes and globals
-    that the code uses. A copy of this object in another process repeats the search.
+    that the code uses. A pickled copy of this object repeats the search.
 
     Example:
         >>> transform = {"noise": np.random.default_rng(7)}
@@ -50,7 +50,7 @@ class Generators:
         return Generators, ()
 
     def of(self, root: object) -> list[_Found]:
-        """Return the generators that code can reach from an object."""
+        """Return the generators that code can reach from an object, without the global generators."""
         if id(root) not in self._found:
             self._found[id(root)] = root, list(_generators_in(root))
         return self._found[id(root)][1]

@@ -47,7 +47,7 @@ def index_targets(
 
     Args:
         y: Target of each sample, shape (n, ...).
-        classes: Names of the classes. If empty, the targets are not labels. If None, the labels are the names.
+        classes: Names of the classes. If empty, the targets are not labels. If None, the sorted labels are the names.
         sample_name: Function that returns the name of a sample for messages.
 
     Raises:
@@ -84,7 +84,7 @@ def index_targets(
         )
         raise InvalidTypeError(
             f"Expected `y` to be {expected_form}, but got {targets.dtype} of shape {targets.shape}.",
-            hint="Remove `classes`.",
+            hint="Remove `classes` if you passed it, and pass labels of shape (n,) or numbers.",
             argument="y",
             value=targets.dtype,
         )
@@ -156,7 +156,7 @@ def label_indices(labels: NDArray[Any], names: NDArray[Any] | Sequence[str], own
         hint = did_you_mean(unknown[0], map(str, names))
         raise UnknownNameError(
             f"Expected {owner_name} to be among {', '.join(map(str, names))}, but got {format_names(unknown)}.",
-            hint=f"{hint} Remove these samples, or name every class.",
+            hint=f"{hint} Remove the samples with unknown labels, or name every class.",
             argument="y",
             value=unknown.tolist(),
         )
@@ -213,7 +213,7 @@ def _items(data: Any, rows: Sequence[int]) -> Sequence[Any]:
 
 
 def index_labels(data: Dataset[Any], labels: Any, numbers: IntArray) -> Dataset[Any]:
-    """Return a dataset with class numbers in place of labels. If both are equal for all samples, return ``data``."""
+    """Return a dataset with class numbers in place of labels. If labels and numbers are equal, return ``data``."""
     label_array = np.asarray(labels)
     if label_array.dtype.kind != "f" and np.array_equal(label_array, numbers):
         return data

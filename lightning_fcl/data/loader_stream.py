@@ -35,10 +35,10 @@ class ClientStream(Protocol):
 
 
 class LoaderStream:
-    """The implicit stream of one client. Each fit is an experience, and each epoch is a round. Samples have no numbers.
+    """The implicit stream of one client. Each fit is an experience, and each epoch is a round. Samples have no indices.
 
     Args:
-        is_kept: Whether inputs are kept until the epoch ends. If False, only labels are kept.
+        is_kept: Whether inputs are kept until the next round begins. If False, only labels are kept.
 
     Example:
         >>> stream = LoaderStream()
@@ -88,14 +88,17 @@ class LoaderStream:
         return ClientRound(client, round_idx, self.plan.experiences[client][round_idx], labels, 0, last, len(labels))
 
     def sample_history(self, client: str, round_idx: int, trained: list[int]) -> None:
-        """Return None, because the samples have no numbers."""
+        """Return None, because the samples have no indices."""
 
     def has_same_samples(self, client: str, *rounds: int) -> bool:
         """Return True, because all epochs of a fit have the same samples."""
         return True
 
     def client_samples(self, client: str, round_idx: int, seed: int) -> list[Tensor]:
-        """Return the samples of the current epoch, concatenated in the order of its batches."""
+        """Return ``[x, y]``, the samples of the current epoch in the order of its batches.
+
+        Without inputs, the result is ``[y]``. Before the first batch, the list is empty.
+        """
         return [torch.cat(column) for column in (self._x, self._y) if column]
 
 

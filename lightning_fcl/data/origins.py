@@ -20,7 +20,7 @@ from lightning_fcl.errors import InvalidValueError
 
 log = logging.getLogger(__name__)
 
-# Second column of a key. The first column is the memory address of a row, or of an object.
+# Second column of a key whose first column is an address or a hash: of the row of an array, or of an item.
 _ROW, _ITEM = -1, -2
 
 
@@ -77,7 +77,8 @@ def warn_of_equal(data: Tensor | Dataset[Any], targets: NDArray[Any], trained: I
     number = _numbered(_hashes([data, targets]) if isinstance(data, Tensor) else _keys(data, _contents))
     if number is not None and (equal := int(np.isin(number[tested], number[trained]).sum())):
         rank_zero_only(log.warning)(
-            "%d of %d test samples have the inputs and targets of a training sample. Remove them if they are copies.",
+            "%d of %d test samples have the inputs and targets of a training sample. If these test samples are copies, "
+            "remove them.",
             equal,
             len(tested),
         )

@@ -67,7 +67,7 @@ class ByClientId(Partition):
                 argument="partition",
             )
         names, number = np.unique(client_ids, return_inverse=True)
-        # A single stable sort finds the samples of all owners. A search for each owner would take quadratic time.
+        # A single stable sort finds the samples of all owners. A search per owner would read all samples each time.
         rows = np.argsort(number, kind="stable").astype(np.int64, copy=False)
         return concat_views(list(map(str, names.tolist())), rows, np.bincount(number))
 
@@ -80,7 +80,7 @@ class IID(Partition):
         num_clients: Number of clients, at most the number of samples.
 
     Raises:
-        ValueError: If there are fewer samples than clients.
+        ValueError: If ``num_clients`` is below 1 or above the number of samples.
 
     Example:
         >>> parts = IID(3).partition(np.zeros(7, int), None, np.random.default_rng(0))
@@ -100,8 +100,8 @@ class Dirichlet(Partition):
     """Each class is divided among the clients in proportions drawn from a symmetric Dirichlet distribution.
 
     The distribution is from section 4 of Yurochkin et al. (2019), "Bayesian nonparametric federated learning of neural
-    networks": for every class c, p_c ~ Dir(alpha, ..., alpha) over the clients. All samples are used. The proportions
-    are drawn again until each client has at least `min_partition_size` samples.
+    networks". For each class, one proportion per client is drawn from Dir(alpha, ..., alpha). All samples are used. All
+    proportions are drawn again until each client has at least `min_partition_size` samples, at most 1000 times.
 
     Args:
         num_clients: Number of clients, at most the number of samples.
@@ -110,8 +110,8 @@ class Dirichlet(Partition):
         min_partition_size: Minimum number of samples per client.
 
     Raises:
-        ValueError: If an argument is out of range, or if none of 1000 draws gives each client `min_partition_size`
-            samples.
+        ValueError: If an argument is out of range, or if there are fewer than ``num_clients * min_partition_size``
+            samples. Also if none of 1000 draws gives each client `min_partition_size` samples.
 
     Example:
         >>> y = np.repeat([0, 1], 50)
@@ -137,9 +137,9 @@ class Dirichlet(Partition):
             if min(map(len, parts.values())) >= self.min_partition_size:
                 return parts
         raise InvalidValueError(
-            f"Expected at least `min_partition_size`={self.min_partition_size} samples per client, but found no such "
-            f"partition with `alpha`={self.alpha}, {self.num_clients} clients and {len(y)} samples.",
-            hint="Raise `alpha`, or lower `min_partition_size` or `num_clients`.",
+            f"Expected each client to have at least `min_partition_size`={self.min_partition_size} sample(s), but found "
+            f"no such partition with `alpha`={self.alpha}, `num_clients`={self.num_clients} and {len(y)} sample(s).",
+            hint="Lower `min_partition_size` or `num_clients`. If there are enough samples, you can also raise `alpha`.",
             argument="min_partition_size",
             value=self.min_partition_size,
         )
@@ -147,7 +147,7 @@ class Dirichlet(Partition):
 
 @dataclass(frozen=True)
 class Shards(Partition):
-    """Samples are sorted by label and cut into shards of nearly equal size. Each client gets some shards at random.
+    """Samples are sorted by label and cut into shards of nearly equal size. Each client gets random shards.
 
     McMahan et al. (2017), "Communication-efficient learning of deep networks from decentralized data", section 3, use
     100 clients with 2 shards of 300 samples. Only the assignment of shards to clients is random. All samples are used.
@@ -183,16 +183,16 @@ class Shards(Partition):
 class ClassSubsets(Partition):
     """Each client draws a random subset of the classes, and gets a random fraction of the samples of these classes.
 
-    If the fractions of a class add up to more than 1, the samples of the class are divided in proportion to the
-    fractions. If the clients together draw at least as many classes as there are, every class is used. A class that no
-    client has drawn then replaces the most frequent class at one client. Otherwise, classes that no client has drawn
-    stay unused.
+    If the fractions of a class, summed over the clients, exceed 1, the samples of the class are divided in proportion
+    to the fractions. If the clients together draw at least as many classes as the data have, every class is used. For
+    each class that no client has drawn, one client then swaps the most frequent class for this class. If the clients
+    draw fewer classes, classes that no client has drawn stay unused.
 
     Args:
         num_clients: Number of clients.
         classes_per_client: Number of classes per client, or an inclusive range from which each client draws the number.
         fraction: Fraction of the samples of each of the client's classes, above 0 and at most 1. Or an inclusive range
-            from which each client draws the fraction.
+            from which each client draws one fraction for all of its classes.
 
     Raises:
         ValueError: If an argument is out of range, or if a client would get no sample of one of its classes.
@@ -235,9 +235,9 @@ class ClassSubsets(Partition):
             for client, rows in enumerate(parts):
                 if shares[client] > 0 and len(rows) == 0:
                     raise InvalidValueError(
-                        f"Expected at least one sample of class {label} for client '{client}', but "
-                        f"{np.count_nonzero(shares)} clients share the class, which has {len(members)} samples, and "
-                        f"the `fraction` of the client is {shares[client]:.3g}.",
+                        f"Expected at least one sample of class {label} for client '{client}', but got none (samples of "
+                        f"the class: {len(members)}, clients with the class: {np.count_nonzero(shares)}, `fraction` of "
+                        f"the client: {shares[client]:.3g}).",
                         hint="Raise `fraction`, or lower `num_clients` or `classes_per_client`.",
                         argument="fraction",
                         value=shares[client],
@@ -247,7 +247,7 @@ class ClassSubsets(Partition):
 
 
 def _deal_left_out(client_fractions: NDArray[np.float64], rng: np.random.Generator) -> None:
-    """Give each class that no client has drawn to one client, in place of the most frequent class.
+    """Assign each class that no client has drawn to one client, in place of the class that the most clients have.
 
     Nothing is changed if the clients together have drawn fewer classes than there are.
     """
@@ -255,7 +255,7 @@ def _deal_left_out(client_fractions: NDArray[np.float64], rng: np.random.Generat
     if holders.sum() < len(holders):
         return
     for left_out in np.flatnonzero(holders == 0).tolist():
-        # At least two clients have this class: a class is left out, but there are at least as many draws as classes.
+        # `frequent` has at least two clients: the draws are at least as many as the classes, and one class has none.
         frequent = int(holders.argmax())
         client = rng.choice(np.flatnonzero(client_fractions[:, frequent]))
         client_fractions[client, [left_out, frequent]] = client_fractions[client, [frequent, left_out]]

@@ -1,4 +1,4 @@
-"""Conversion of subclasses of `torch.Tensor` to plain tensors, without Lightning."""
+"""Conversion of subclasses of `torch.Tensor` to plain tensors. This module does not import Lightning."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 
 
 def plain_tensor(value: Tensor) -> Tensor:
-    """Return a tensor as a `torch.Tensor` without subclass, attributes and gradient. The values are not copied.
+    """Return a tensor as a plain `torch.Tensor` that has no gradient and no extra attributes. Values are not copied.
 
-    A subclass that wraps other tensors, such as `DTensor`, is returned unchanged, because it contains no values itself.
+    A subclass that wraps other tensors, such as `DTensor`, is returned unchanged, because it has no values itself.
 
     Example:
         >>> import torch

@@ -19,6 +19,8 @@ _MOST_ROUNDS, _MOST_CLIENTS, _MOST_LINES = 120, 60, 30
 def describe_plan(plan: Plan, classes: Sequence[str]) -> str:
     """Return a plan as text. Rounds with the same clients and classes as the previous round are left out.
 
+    At most 30 rounds are listed.
+
     Args:
         plan: The plan.
         classes: Names of the classes. Empty if targets are not classes.

@@ -136,7 +136,8 @@ def _function_of(item: object) -> types.FunctionType | None:
 def _variables_of(path: str, function: types.FunctionType) -> dict[str, Any]:
     """Return the variables that a function uses: closure variables, defaults and attributes.
 
-    Global variables are included, unless the code is part of the standard library or of an installed package.
+    Global variables are included, unless the code is part of the standard library or of an installed package. The
+    result is empty for functions of packages such as torch and NumPy.
     """
     if _is_known(function.__module__ or ""):
         return {}
@@ -176,7 +177,7 @@ def _values(container: Any) -> Iterable[Any]:
 
 
 def _is_simple(container: Any) -> bool:
-    """Return whether a container has only constants, tensors and arrays. Up to four levels of nesting are searched."""
+    """Return whether a container has only constants, tensors and arrays. False above four levels of nesting."""
     containers = [container]
     for _ in range(4):
         kinds = set[type]()

@@ -46,7 +46,7 @@ def _warn_of_changes(samples: Samples, rows: IntArray, seed: int) -> None:
         changed_names, is_repeatable = changes_of(lambda: request.load(samples.get), {"": data, **roots})
     except Exception:
         # The check reads one sample, but `collate_fn` may need several samples. Other errors occur again in training.
-        log.debug("Could not check whether reading a sample changes the data set.", exc_info=True)
+        log.debug("Could not check whether reading a sample changes the dataset.", exc_info=True)
         return
     class_name = type(data).__name__
     if changed_names:

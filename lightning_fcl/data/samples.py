@@ -35,7 +35,7 @@ class DatasetSpec:
     Args:
         name: Name of a dataset in `lightning_fcl.data.datasets`. ``lightning-fcl data ls`` lists the names.
         root: Folder of the datasets. Defaults to the environment variable LIGHTNING_FCL_DATA, or to the user's cache.
-        options: Further arguments for the dataset's loader, such as ``{"chunk": 16}``.
+        options: Further arguments for the function that loads the dataset, such as ``{"chunk": 16}``.
     """
 
     name: str = "digits"
@@ -49,8 +49,8 @@ class Samples:
 
     Args:
         x: Samples, shape (n, ...), or a map-style dataset of n items.
-        targets: Target of each sample, shape (n, ...). With ``classes``, these are labels from 0 to C-1. Empty if the
-            targets are not classes and are read from the items of a dataset.
+        targets: Target of each sample, shape (n, ...). If ``classes`` is not empty, the targets are labels from 0 to
+            ``len(classes) - 1``. Empty if the targets are not classes and are read from the items of a dataset.
         classes: Names of the classes. Empty if targets are not classes.
         client_ids: Owner of each sample, shape (n,).
         group: Domain of each sample, shape (n,).
@@ -58,7 +58,7 @@ class Samples:
         validation: Mask of the samples in the validation set of the data, shape (n,).
         scale: Mean and standard deviation that normalize stored pixels. If None, samples are not normalized.
         collate_fn: Function that combines items of a dataset to a batch.
-        loader_configs: Loader settings of a data module for ``"train"``, ``"validation"`` and ``"test"``.
+        loader_configs: Loader settings of a data module, keyed by ``"train"``, ``"validation"`` and ``"test"``.
         measurement: Description of the measured channels and their scaling, if known.
         name: Name of the data for messages.
         has_client_splits: Whether the default split uses the test and validation sets of the data.
@@ -150,7 +150,9 @@ class Samples:
         return self.generators.seeded(self.readers(indices, split_name), seed)
 
     def readers(self, indices: Iterable[int], split_name: str) -> dict[str, object]:
-        """Return the datasets that contain the given samples, and `collate_fn`, by name.
+        """Return the datasets that contain the given samples, and `collate_fn`, keyed by name.
+
+        For samples in memory, the result is empty.
 
         The names of the datasets are numbers, in the order in which the samples are read. Therefore, the name of a
         client's dataset does not depend on other clients.
@@ -182,7 +184,10 @@ class Samples:
         return replace(self, x=torch.cat(parts), scale=None, raw_samples=self.raw_samples or self)
 
     def get_stored(self, indices: IntArray, seed: int = 0) -> Any:
-        """Return samples like `get`, but without normalizing stored pixels. Use `normalize` afterwards."""
+        """Return samples like `get`, but without normalizing stored pixels. Use `normalize` afterwards.
+
+        The items of a dataset are combined by the `collate_fn` of the test split.
+        """
         if isinstance(self.x, Dataset):
             return self.get(indices, "test", seed)
         return [self.x[torch.from_numpy(indices)], torch.from_numpy(self.targets[indices])]
@@ -201,7 +206,7 @@ class Samples:
 
 
 def data_name(data: object) -> str:
-    """Return the name of a public dataset, or the class name of any other data."""
+    """Return the name of a public dataset or of a `Samples` object, or the class name of any other data."""
     if isinstance(data, str):
         return data
     return data.name if isinstance(data, DatasetSpec | Samples) else type(data).__name__
@@ -232,12 +237,12 @@ def load_public(data: str | DatasetSpec | ArrayDataset) -> Samples:
 class Joined(ConcatDataset[Any]):
     """The concatenated datasets of clients and splits.
 
-    A batch whose items all come from one dataset is read by the ``__getitems__`` of this dataset. `ConcatDataset` would
-    read the items separately.
+    A batch whose items all come from one dataset is read by the ``__getitems__`` of this dataset, if the dataset has
+    this method. `ConcatDataset` would read the items separately.
     """
 
     def __getitems__(self, rows: Sequence[int]) -> Any:
-        """Return some items in the order of ``rows``. If all are in one dataset, return the result of this dataset."""
+        """Return items in the order of ``rows``. If all are in one dataset, return what `fetch` returns for it."""
         positions: dict[int, list[int]] = {}
         numbers = []
         for row in rows:
@@ -275,7 +280,7 @@ class SampleRows(Dataset[tuple[Tensor, Tensor]]):
 
 
 class _SeededRows(Dataset[Any]):
-    """Some items of a dataset whose code uses random generators. The seed of a batch depends on its position."""
+    """Some items of a dataset whose code uses random generators. A batch's seed depends on its first item's position."""
 
     def __init__(self, samples: Samples, indices: IntArray, split_name: str, seed: int) -> None:
         self.samples = samples
@@ -352,10 +357,10 @@ def normalize_samples(samples: Samples, mean: Any, std: Any) -> Samples:
     if not isinstance(x, Tensor) or x.dtype != torch.uint8 or x.dim() < 2:
         description = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise InvalidValueError(
-            "Expected `x` to be uint8 images of shape (n, channels, height, width) for `mean` and `std`, but got "
+            "Expected `x` to be uint8 images of shape (n, channels, height, width), because `mean` or `std` is passed, but got "
             f"{description}.",
             hint="Normalize other samples beforehand, or in the transform of your dataset.",
-            argument="x",
+            hint="Remove `mean` and `std`. Normalize other samples beforehand, or in the transform of your dataset.",
             value=description,
         )
     scale = []
@@ -371,9 +376,12 @@ def normalize_samples(samples: Samples, mean: Any, std: Any) -> Samples:
         if values.ndim > 1 or values.size not in (1, x.shape[1]):
             last = x.dim() == 4 and values.size == x.shape[-1]
             raise InvalidValueError(
-                f"Expected `{name}` to be one number, or one number for each of {x.shape[1]} channels of images of "
-                f"shape {tuple(x.shape[1:])}, but got {values.size} numbers.",
-                hint="The channels are the last dimension. Pass `x.transpose(0, 3, 1, 2)`." if last else "",
+                f"Expected `{name}` to be one number, or a list with one number per channel (channels: {x.shape[1]}, "
+                f"image shape: {tuple(x.shape[1:])}), but got shape {values.shape}.",
+                hint="The channels seem to be the last dimension. Pass `x.transpose(0, 3, 1, 2)` for a NumPy array, or "
+                "`x.permute(0, 3, 1, 2)` for a tensor."
+                if last
+                else "",
                 argument=name,
                 value=value,
             )

@@ -20,13 +20,14 @@ from lightning_fcl.validation import did_you_mean, format_names, validate_fields
 class Split:
     """A split of samples into training, validation and test data.
 
-    Samples have the same origin if, for example, several clients have the same item of a dataset. If a part is a
-    fraction, all samples of the same origin are put into one part. If parts are defined by owners or by the data,
-    different parts must not contain samples of the same origin.
+    Two samples have the same origin if, for example, two clients have the same item of a dataset. If a set is a
+    fraction, all samples of the same origin are put into one set. If sets are defined by owners or by the data,
+    different sets must not contain samples of the same origin.
 
     Args:
         test: The test set. A number is the fraction of the samples of each class. ``"official"`` is the test set of the
-            data. A list names owners (subjects, users) whose samples form the test set, as for clients that join later.
+            data. A list names owners (subjects, users) whose samples form the test set, for example to test on clients
+            that join later.
         validation: The validation set. A number is the fraction of the remaining samples of each class. ``"official"``
             is the validation set of the data. A list names owners.
         train_clients: Owners whose samples are used for training. None means all remaining owners.
@@ -51,8 +52,9 @@ class Split:
             train = _set_aside("train_clients", self.train_clients, train, samples, rng)[1]
         if not len(train):
             raise InvalidValueError(
-                f"Expected `test`, `validation` and `train_clients` to leave training samples, but {self.test}, "
-                f"{self.validation} and {self.train_clients} leave none.",
+                "Expected `test`, `validation` and `train_clients` to leave training samples, but got "
+                f"`test`={self.test}, `validation`={self.validation} and `train_clients`={self.train_clients}, which "
+                "leave none.",
                 hint="Lower `test` or `validation`, or name other owners.",
                 argument="test",
             )
@@ -71,7 +73,7 @@ def _set_aside(
         official = samples.test if name == "test" else samples.validation
         if official is None:
             raise InvalidValueError(
-                f'Expected `{name}` to be a fraction, but got "official", and {samples.name} has no official set.',
+                f'Expected `{name}` to be a fraction, but got "official", and {samples.name} has no official {name} set.',
                 hint=f"Use a fraction, such as `{name}=0.2`.",
                 argument=name,
             )
@@ -84,7 +86,7 @@ def _set_aside(
         raise UnknownNameError(f'Expected `{name}` to be {fraction}, but got "{selection}".', hint=hint, argument=name)
     if samples.client_ids is None:
         wanted_instead = "no `train_clients`" if name == "train_clients" else f"`{name}` to be a fraction"
-        other = "Remove it" if name == "train_clients" else f"Use a fraction, such as `{name}=0.2`"
+        other = "Remove `train_clients`" if name == "train_clients" else f"Use a fraction, such as `{name}=0.2`"
         raise InvalidValueError(
             f"Expected {wanted_instead}, but got {selection}, and {samples.name} has no owners.",
             hint=f"{other}, or pass the owners as `client_ids` to `FederatedStream.from_arrays`.",
@@ -95,7 +97,7 @@ def _set_aside(
     owner_names = np.array([str(owner) for owner in selection])
     missing = sorted(set(owner_names) - set(present))
     if missing:
-        present_owners = format_names(sorted(set(present)))
+        present_owners = format_names(sorted(set(present))) or "no owners, because no samples remain"
         raise InvalidValueError(
             f"Expected the owners in `{name}` to be among {present_owners}, but got {format_names(missing)}.",
             hint=did_you_mean(missing[0], present.tolist()) or f"Remove {format_names(missing)}.",
@@ -120,7 +122,7 @@ def _set_fraction_aside(
 
 
 def _check_no_leakage(samples: Samples, plan: Plan, scenario: Scenario) -> None:
-    """Raise ValueError if two parts share samples of one origin. Warn if training and test samples are equal."""
+    """Raise ValueError if two sets share samples of one origin. Warn if test samples equal training samples."""
     if samples.origin is None and samples.name != Samples.name:
         # Public datasets keep their published splits, so they are not checked.
         return
@@ -153,7 +155,8 @@ def check_classes(samples: Samples, scenario: Scenario, partition: Partition | N
         if component is not None and component.needs_classes:
             raise InvalidValueError(
                 f"Expected targets that are classes for `{name}`, but got {actual_targets}.",
-                hint=f"Use {instead}, or pass labels as `y`: names or whole numbers, as in `y.astype(int)`.",
+                hint=f"Use {instead}, or pass labels as `y` (names or whole numbers, as in `y.astype(int)`) without "
+                "`classes=()`.",
                 argument="y",
                 value=name,
             )
@@ -165,8 +168,8 @@ def draw_split(
     """Return the samples of a stream and the plan of the stream.
 
     The split, the partition and the scenario are applied in this order. The partition divides the training samples
-    among clients, and the scenario assigns the samples to rounds. In the returned samples, the classes are in the order
-    of the scenario.
+    among clients, and the scenario assigns the samples to rounds. Some scenarios replace the split or the partition. In
+    the returned samples, the classes are in the order of the scenario.
 
     Args:
         samples: All samples.
@@ -193,13 +196,13 @@ def draw_split(
         parts = (partition or IID()).partition(y[pool.train], owner, rng)
         counts = np.fromiter(map(len, parts.values()), dtype=np.int64, count=len(parts))
         rows = np.concatenate(list(parts.values())) if parts else EMPTY
-        # The samples of all clients share one array. With many clients, copies would use most of the memory.
+        # The samples of all clients share one array. With many clients, separate arrays would use more memory.
         pool = replace(pool, clients=concat_views(list(parts), pool.train[rows], counts))
     plan = scenario.plan(pool, seed)
     if unnamed := [client for client in plan.clients if not client.strip()]:
         number = plan.num_client_samples(unnamed[0])
         raise InvalidValueError(
-            f'Expected a name for every client, but got "{unnamed[0]}" for the client of {number} samples.',
+            f'Expected a name for every client, but got "{unnamed[0]}" for a client with {number} sample(s).',
             hint="Rename the client, or drop these samples.",
             argument="client",
             value=unnamed[0],

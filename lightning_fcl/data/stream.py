@@ -43,8 +43,8 @@ class FederatedStream(L.LightningDataModule):
     """A dataset as a federated continual stream, divided into rounds, experiences and clients.
 
     Args:
-        data: Name of a public dataset (`lightning_fcl.data.datasets`), or a `DatasetSpec` with arguments of its loader,
-            or an `ArrayDataset`. You can also pass your own data. A map-style dataset is any object with ``__len__``
+        data: Name of a public dataset (`lightning_fcl.data.datasets`), or a `DatasetSpec` with arguments of the
+            function that loads the dataset, or an `ArrayDataset`. You can also pass your own data. A map-style dataset is any object with ``__len__``
             and ``__getitem__``. A dict can contain the splits ``train``, ``validation`` and ``test``. The test and
             validation sets of a LightningDataModule are the default `split`. The loaders of the module define the
             settings below that you do not pass. For several clients, pass a dict or list with a dataset, data module or
@@ -52,8 +52,9 @@ class FederatedStream(L.LightningDataModule):
         scenario: Scenario, or the name of its class. The scenario defines the classes or domains of each round.
             Default: `ClassIncremental`.
         partition: Partition, or the name of its class. The partition divides the samples among clients. Default:
-            `ByClientId` if the data have clients, otherwise `IID`. Do not pass a partition to a scenario that assigns
-            samples to clients itself, such as the scenarios of papers.
+            `ByClientId` if you pass data for each client, or ``client_ids`` to `from_arrays`. Otherwise `IID`, also if
+            a public dataset has owners. Do not pass a partition to a scenario that assigns samples to clients itself,
+            such as the scenarios of papers.
         split: Split that selects the test and validation data. By default, the sets of a data module or of a dict of
             splits are used. For other data, a fifth of the samples is used for testing. Do not pass a split to a
             scenario that draws test samples itself.
@@ -71,7 +72,7 @@ class FederatedStream(L.LightningDataModule):
             for the splits ``train``, ``validation`` and ``test``. For several clients, pass a dict or list with such
             targets for each client. The targets determine which client gets which samples in which round, as in
             `from_arrays`. Batches contain the items unchanged.
-        seed: Seed of all random draws. Default: the seed of `lightning.seed_everything`, or 0.
+        seed: Seed of all random draws. Default: the seed of `lightning.seed_everything`, or 0 if no seed is set.
         backbone: Frozen backbone whose features replace the images. The features are computed once and stored in the
             user's cache. Pass a name of `lightning_fcl.models.frozen_backbone`, or a module with a method ``embed(x)``.
             The method gets stored pixels that are scaled to [0, 1], and must normalize the pixels itself. If the
@@ -89,7 +90,8 @@ class FederatedStream(L.LightningDataModule):
     def __init__(
         self,
         data: StreamData = "digits",
-        # The default is not "ClassIncremental": jsonargparse would pass its arguments to the class that replaces it.
+        # The default is not "ClassIncremental", because jsonargparse would pass the arguments of this class to the
+        # class that a user selects.
         scenario: Scenario | str | None = None,
         partition: Partition | str | None = None,
         split: Split | None = None,
@@ -128,11 +130,11 @@ class FederatedStream(L.LightningDataModule):
         self._classes, self._targets, self.backbone = classes, y, backbone
         self._seed = seed
         self._torn_down = False
-        # Function that returns the number of batches of a client in a round. A federation sets it for a fit.
+        # Function that returns the number of batches per client and round. `FederatedStrategy` sets it for a fit.
         self.count_batches: Callable[[], int] | None = None
         # Function that yields the batches of a client's round, for a plain Trainer with methods.
         self.local_batches: Callable[[str, int], Iterator[Any]] | None = None
-        # Minimum number of samples in a batch. A federation sets it when a fit begins.
+        # Minimum number of samples in a batch. `FederatedStrategy` sets this number when a fit begins.
         self.min_batch_size = 1
         self.samples = Samples(torch.empty(0), EMPTY)
         # Class of each sample, numbered in the order of the scenario. Empty if targets are not classes.
@@ -196,8 +198,9 @@ class FederatedStream(L.LightningDataModule):
             benchmark: The benchmark. Its experiences keep their order, and its test stream is the test set. In a list,
                 each dataset is an experience.
             scenario: Scenario of the stream. Default: `ClassIncremental` if no class is in two experiences, otherwise
-                `DomainIncremental` with the experiences as domains. Pass one of these scenarios to change its other
-                arguments.
+                `DomainIncremental` with the experiences as domains. You can pass one of these scenarios to change
+                arguments. If no class is in two experiences, the benchmark still defines ``num_experiences`` and
+                ``class_order`` of `ClassIncremental`.
             kwargs: Further arguments of `FederatedStream`.
         """
         samples, scenario = samples_from_benchmark(benchmark, scenario)
@@ -279,7 +282,7 @@ class FederatedStream(L.LightningDataModule):
 
     @property
     def get_samples(self) -> TakeFn:
-        """Function that returns the samples at given indices as a batch: ``[x, y]``, or the items of a dataset."""
+        """Function that returns samples at given indices as a batch: ``[x, y]``, or the collated items of a dataset."""
         # The function does not refer to the stream, so that a spawned process does not get a copy of the Trainer.
         return partial(self.samples.get, seed=self.seed)
 
@@ -355,7 +358,7 @@ class FederatedStream(L.LightningDataModule):
     def val_dataloader(self) -> DataLoader[Any] | list[Any]:
         """Return the loader of the validation samples, or an empty list if there are none."""
         if not len(self.plan.validation):
-            # Lightning expects an empty list if there is no loader, but warns about it.
+            # Lightning expects an empty list if there is no loader, but warns about the empty list.
             warnings.filterwarnings("ignore", "Total length of `list` across ranks is zero")
             return []
         return loader_of(self.samples, self.plan.validation, self.loader_config("validation"), "validation", self.seed)

@@ -49,6 +49,7 @@ class Table(Dataset[tuple[Tensor, Any]]):
     Raises:
         ValueError: If an argument is invalid. Also when the file is read, if a column is missing or not unique, or if a
             cell contains an invalid value.
+        TypeError: When the file is read, if a parquet column contains neither numbers nor text.
 
     Example:
         >>> import os
@@ -83,7 +84,8 @@ class Table(Dataset[tuple[Tensor, Any]]):
         for name, column_names in (("target", self.target), ("features", self.features)):
             if not column_names or "" in column_names or len({*column_names}) < len(column_names):
                 raise InvalidValueError(
-                    f"Expected `{name}` to contain different names of columns, but got {list(column_names)}.",
+                    f"Expected `{name}` to contain one or more different, non-empty column names, but got "
+                    f"{list(column_names)}.",
                     hint="Name each column once.",
                     argument=name,
                     value=column_names,
@@ -104,10 +106,10 @@ class Table(Dataset[tuple[Tensor, Any]]):
             or not np.isfinite(values).all()
             or (name == "std" and not (values > 0).all())
         ):
-            bound = ", above 0" if name == "std" else ""
+            bound = " above 0" if name == "std" else ""
             raise InvalidValueError(
-                f"Expected `{name}` to be a finite number, or one for each of {len(self.features)} features{bound}, "
-                f"but got {value}.",
+                f"Expected `{name}` to be a finite number{bound}, or a list with one such number per feature "
+                f"(features: {len(self.features)}), but got {value}.",
                 hint=f"Pass `{name}={[default] * len(self.features)}` to leave the features unchanged.",
                 argument=name,
                 value=value,
@@ -153,8 +155,8 @@ def _read_csv(path: Path, features: Sequence[str], target: Sequence[str]) -> tup
         lines.append(line)
         if len(row) != len(header):
             raise InvalidValueError(
-                f"Expected {len(header)} cells in each row of {path}, as in its header, but got {len(row)} in "
-                f"{describe_row(number)}.",
+                f"Expected the number of cells in each row of {path} to be {len(header)}, as in the header, but got "
+                f"{len(row)} in {describe_row(number)}.",
                 hint="Write decimal numbers with a point, and put text that has commas in quotation marks.",
                 argument="data",
             )
@@ -222,7 +224,8 @@ def _read_parquet(
             )
         values = np.asarray(chunked_array.cast(arrow.float64(), safe=False).to_numpy())
         if len(wrong := np.flatnonzero(~np.isfinite(values))):
-            raise _missing(path, name, describe_row(int(wrong[0])))
+            # `_number` raises the error for a missing value (NaN) or for an infinite value.
+            _number(str(values[wrong[0]]), path, name, int(wrong[0]), describe_row)
         return values
 
     def numbers(name: str) -> NDArray[np.float64]:
@@ -260,8 +263,7 @@ def _places(path: Path, header: Sequence[str], column_names: Sequence[str]) -> l
             )
         if len(matches) > 1:
             raise InvalidValueError(
-                f"Expected one column `{name}` in {path}, but got {len(matches)}: in row 1, columns "
-                f"{format_names(matches)}.",
+                f"Expected one column `{name}` in {path}, but got {len(matches)}: columns {format_names(matches)}.",
                 hint="Rename or remove the duplicates.",
                 argument="data",
                 value=name,
@@ -272,7 +274,7 @@ def _places(path: Path, header: Sequence[str], column_names: Sequence[str]) -> l
 def _check_rows(path: Path, rows: int) -> None:
     if not rows:
         raise MissingValueError(
-            f"Expected rows below the header of {path}, but got none.", hint="Add a row.", argument="data"
+            f"Expected at least one row of values in {path}, but got none.", hint="Add a row.", argument="data"
         )
 
 
@@ -317,7 +319,7 @@ def _targets(name: str, cells: Sequence[str], path: Path, describe_row: _Where) 
         raise _missing(path, name, describe_row(list(cells).index("")))
     if all(map(_INTEGER.fullmatch, cells)):
         return np.array(list(map(int, cells)), dtype=np.int64)
-    # If a column contains a decimal number, its targets are numeric. Any other value in the column is an error.
+    # If a cell contains a decimal number, the targets are numeric. A cell without a number then raises an error.
     if any(_parsed(cell) is not None and not _INTEGER.fullmatch(cell) for cell in set(cells)):
         return _numbers(name, cells, path, describe_row)
     return np.array(cells, dtype=np.str_)

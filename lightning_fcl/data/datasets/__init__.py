@@ -56,7 +56,7 @@ def load_dataset(name: str, root: str | Path | None = None, **options: Any) -> A
         >>> data.x.shape, data.classes[:3]
         ((1797, 1, 8, 8), ('0', '1', '2'))
     """
-    # Import it here, because it imports torch. No other function in this module needs torch.
+    # Import this function here, because its module imports torch. No other function in this module needs torch.
     from lightning_fcl.models.serialization import validate_arguments
 
     loader = _LOADERS[_source(name).name]

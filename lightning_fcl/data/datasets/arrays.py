@@ -78,7 +78,7 @@ class ArrayDataset:
                 continue
             is_text = kind == "integers or text"
             fits = column.dtype.kind in "iuU" if is_text else column.dtype == kind
-            length_note = "" if name in ("x", "mean", "std") else f", one entry for each of {size} samples"
+            length_note = "" if name in ("x", "mean", "std") else f", one entry per sample ({size} in total)"
             if not fits or (length_note and column.shape != (size,)):
                 raise InvalidValueError(
                     f"Expected `{name}` to contain {kind}{length_note}, but got {column.dtype} of shape "
@@ -92,9 +92,8 @@ class ArrayDataset:
         wrong = np.flatnonzero((self.y < 0) | (self.y >= len(self.classes)))
         if wrong.size:
             raise InvalidValueError(
-                f"Expected `y` to be between 0 and {len(self.classes) - 1}, a label for each of the "
-                f"{len(self.classes)} `classes`, but got {self.y[wrong[0]]} in sample {wrong[0]} (invalid labels in "
-                f"total: {wrong.size}).",
+                f"Expected `y` to be between 0 and {len(self.classes) - 1}, one label per entry of `classes`, but got "
+                f"{self.y[wrong[0]]} in sample {wrong[0]} (invalid labels in total: {wrong.size}).",
                 hint="Number the labels from 0, or name every class.",
                 argument="y",
                 value=self.y[wrong[0]],
@@ -106,8 +105,8 @@ class ArrayDataset:
             per_sample = (~np.isfinite(self.x)).reshape(size, -1).sum(axis=1)
             bad = np.flatnonzero(per_sample)
             raise InvalidValueError(
-                f"Expected `x` to be finite, but got {per_sample[bad[0]]} NaN or infinite values of {self.x[0].size} "
-                f"in sample {bad[0]} ({bad.size} of {size} samples have non-finite values).",
+                f"Expected `x` to be finite, but in sample {bad[0]}, {per_sample[bad[0]]} of {self.x[0].size} values are "
+                f"NaN or infinite ({bad.size} of {size} samples have non-finite values).",
                 hint="Correct or drop these samples first.",
                 argument="x",
                 value=per_sample[bad[0]],
@@ -174,8 +173,8 @@ class Measurement:
         one_of(("data", "sample", "person"), scaled_over=self.scaled_over)
         if len(self.axes) != len(self.shape) or self.axes.count("channel") != 1 or min(self.shape) < 1:
             raise InvalidValueError(
-                f'Expected `axes` to name each axis of `shape` {self.shape}, with exactly one "channel", but got '
-                f"{self.axes}.",
+                f'Expected `axes` to name each axis of `shape` {self.shape} with exactly one "channel", and each axis to '
+                f"have at least length 1, but got the axes {self.axes}.",
                 argument="axes",
                 value=self.axes,
             )
@@ -185,7 +184,7 @@ class Measurement:
         for name, values in columns.items():
             if values is not None and len(values) != number:
                 raise InvalidValueError(
-                    f"Expected `{name}` to have one value for each of {number} channels, but got {values}."
+                    f"Expected `{name}` to have one value per channel ({number} in total), but got {values}."
                 )
         if self.scaled_over == "data" and (self.mean is None or self.std is None or min(self.std) <= 0):
             raise InvalidValueError(
@@ -265,7 +264,7 @@ class Measurement:
         if not np.isfinite(values).all():
             wrong = int((~np.isfinite(values)).sum())
             raise InvalidValueError(
-                f"Expected `x` to be finite, but got {wrong} NaN or infinite values.",
+                f"Expected `x` to be finite, but got NaN or infinite values ({wrong} in total).",
                 hint="Correct or drop the samples with these values.",
                 argument="x",
                 value=wrong,
@@ -294,7 +293,7 @@ class Measurement:
         if len(values) < 2:
             raise InvalidValueError(
                 "Expected `x` to contain several samples of one person, because the mean and standard deviation over "
-                f"them scale each sample, but got {len(values)}.",
+                f"these samples scale each sample, but got {len(values)}.",
                 hint="Pass all samples of the person together.",
                 argument="x",
             )

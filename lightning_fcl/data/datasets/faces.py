@@ -38,8 +38,8 @@ def load_orl(
         normalize: ``"image"`` scales each image to mean 0 and variance 1. ``"none"`` returns values from 0 to 1.
 
     Returns:
-        A dataset with `x` of shape (n, 1, height, width), ordered by person. `classes` are the names of the original
-        folders, ``s1``, ``s2`` and so on.
+        A dataset with `x` of shape (n, 1, height, width). Images from the original folders are ordered by person.
+        `classes` are the names of the original folders, ``s1``, ``s2`` and so on.
     """
     check_faces(_ORL_SHAPE if size is None else size)
     layout, path = _ORL.find(root)
@@ -54,7 +54,8 @@ def load_orl(
         number = np.repeat(list(folders), [len(own) for own in folders.values()])
     people, y = np.unique(number, return_inverse=True)
     if size is not None:
-        # Cut the largest central part with this aspect ratio. For an odd number of lines, cut one more line at the end.
+        # Cut the largest central part with this aspect ratio. If an odd number of rows or columns is cut, one more is
+        # cut at the end.
         scale = min(_ORL_SHAPE[0] / size[0], _ORL_SHAPE[1] / size[1])
         height, width = (max(1, round(scale * wanted)) for wanted in size)
         first_row, first_column = (_ORL_SHAPE[0] - height) // 2, (_ORL_SHAPE[1] - width) // 2

@@ -52,7 +52,7 @@ def read_image(
     shape: tuple[int, int] | None = None,
     content: bytes | None = None,
 ) -> NDArray[np.uint8]:
-    """Return an image with 8 bits per channel, shape (height, width, 3) or (height, width).
+    """Return an image with 8 bits per channel: shape (height, width, 3) for "RGB" or (height, width) for "L".
 
     The checksums of a PNG file are verified, unless ``content`` is given.
 

@@ -293,7 +293,7 @@ def _mini_from_npz(path: Path) -> tuple[list[str], NDArray[np.bool_], Iterator[N
     if offsets.tolist() != bounds or len(bounds) != len(arrays["y"]) + 1 or (np.diff(offsets) < 0).any():
         raise InvalidValueError(
             f"Expected `offsets` of {path} to cut the {len(webp)} bytes of `webp` into {len(arrays['y'])} images, but "
-            f"got {len(offsets)} bounds from {bounds[0]} to {offsets[-1]}. {_REMEDY}",
+            f"got {len(offsets)} bounds from {offsets[0]} to {offsets[-1]}. {_REMEDY}",
             argument="offsets",
         )
     label, files = check_int_range(arrays["y"], len(wnids) - 1, f"`y` of {path}", _REMEDY), arrays["files"]

@@ -126,7 +126,7 @@ def check_arrays(
             expected = tuple(sizes.get(size, size) for size in shape)
             problem = f"{_CONTENTS[kinds]} of shape {expected}, but got {dtype} of shape {actual_shape}"
         elif kinds == "pixels" and (dtype != np.uint8 or not len(arrays[name])):
-            problem = f"uint8 images, but got {len(arrays[name])} of {dtype}"
+            problem = f"at least one uint8 image, but got {dtype} of shape {actual_shape}"
         if problem:
             raise InvalidValueError(f"Expected `{name}` of {path} to contain {problem}. {remedy}", argument=name)
 
@@ -159,7 +159,7 @@ def read_lines(path: Path, remedy: str) -> list[str]:
         check_size(MAX_TEXT_LENGTH * path.stat().st_size)
         lines = [line.rstrip() for line in read_text(path, "utf-8-sig").split("\n") if line.strip()]
     if not lines:
-        raise InvalidValueError(f"Expected {path} to have lines, but it is empty. {remedy}", value=path)
+        raise InvalidValueError(f"Expected {path} to have at least one non-empty line, but got none. {remedy}", value=path)
     return lines
 
 

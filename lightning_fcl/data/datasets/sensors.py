@@ -153,7 +153,8 @@ def _rows(
     path: Path, columns: int, number: int | None = None, allowed_values: range | None = None, dtype: type = np.float32
 ) -> NDArray[Any]:
     """Return the rows of a text file. Raise DamagedFileError if the number or length of rows, or a value, is wrong."""
-    lines = f"to have {columns} {allowed_values or 'values'} in each of {number or 'its'} lines"
+    bounds = f" from {allowed_values.start} to {allowed_values.stop - 1}" if allowed_values else ""
+    lines = f"to have {columns} {'value' if columns == 1 else 'values'}{bounds} in each of {number or 'its'} lines"
     with as_file_error(path, lines, _UCI_HAR.remedy):
         # For a file in a zip file, the path is a `zipfile.Path`.
         content = read_bytes(path) if isinstance(path, Path) else path.read_bytes()

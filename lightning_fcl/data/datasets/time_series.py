@@ -71,7 +71,8 @@ def chunk_recordings(
         ]
         if not sum(map(len, stretch_chunks)):
             warnings.warn(
-                f"Left out {recording.name} of {path}: no stretch of one label has {chunk} time steps.", stacklevel=3
+                f"Left out {recording.name} of {path}: no stretch of one label has at least {chunk} time steps.",
+                stacklevel=3,
             )
             continue
         samples = np.concatenate(stretch_chunks)

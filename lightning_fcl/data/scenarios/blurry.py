@@ -111,12 +111,12 @@ class Online(Scenario):
     storage.
 
     Args:
-        scenario: Scenario to change, such as `Blurry`, or the name of its class. Its ``history`` must be "round".
-            Default: `ClassIncremental` with ten rounds per experience.
+        scenario: Scenario to change, such as `Blurry`, or the name of its class. The ``history`` of the scenario must
+            be "round". Default: `ClassIncremental` with ten rounds per experience.
 
     Raises:
         TypeError: If ``scenario`` is not a scenario.
-        ValueError: If the ``history`` of the scenario is not "round".
+        ValueError: If the name of the scenario is unknown. `plan` raises it if the ``history`` is not "round".
 
     Example:
         >>> pool = SamplePool(np.arange(8) // 4, clients={"a": np.arange(8)}, classes=("no", "yes"))
@@ -168,8 +168,9 @@ class Delayed(Scenario):
     """Scenario in which clients start tasks at different times, with delays of up to ``max_delay`` rounds.
 
     The delays are drawn for each client and task. For each client, the delays are sorted, so that a later task never
-    has a shorter delay and no task is shortened. A client has the samples of a task in as many rounds as in the
-    original scenario. If these samples are the same in each round, the client keeps them until its next task starts.
+    has a shorter delay and no task is shortened. A client has the samples of a task in at least as many rounds as in
+    the original scenario. If the samples of a task are the same in each of its rounds, the client has these samples
+    until its next task starts.
     Rounds in which no client has samples are removed.
 
     Args:
@@ -179,7 +180,7 @@ class Delayed(Scenario):
 
     Raises:
         TypeError: If ``scenario`` is not a scenario.
-        ValueError: If ``max_delay`` is below 0.
+        ValueError: If ``max_delay`` is below 0, or if the name of the scenario is unknown.
 
     Example:
         >>> pool = SamplePool(np.arange(8) % 2, clients={c: np.arange(8) for c in "abc"}, classes=("no", "yes"))
@@ -257,7 +258,7 @@ def _take_over(scenario: Online | Delayed) -> None:
 
 
 def _runs(experiences: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
-    """Yield a pair (experience, rounds) for each consecutive experience of a client."""
+    """Yield a pair (experience, rounds) for each run of consecutive rounds in which a client has one experience."""
     for experience, rounds in groupby(range(len(experiences)), experiences.__getitem__):
         yield experience, list(rounds)
 

@@ -38,7 +38,7 @@ class ClassIncremental(Scenario):
             classes of each experience, such as ``[4, 3, 3]``. With 1, this is plain federated learning, and targets
             need not be classes.
         rounds_per_experience: Number of rounds of each experience.
-        samples_per_round: Number of new samples per client and round. No sample is used twice. If None, each round has
+        samples_per_round: Number of new samples per client and round. No sample is drawn twice. If None, each round has
             all samples of its experience.
         class_order: Classes in the order in which they occur, by number or by name. Or a dict with an order for each
             client. None draws the order from the seed. Write names that are numbers as text, as in ``["10", "2"]``.
@@ -132,7 +132,7 @@ class DomainIncremental(Scenario):
         rng = np.random.default_rng([seed, 1])
         if pool.group is None:
             raise InvalidValueError(
-                "Expected `group`, the domain of every sample, for a domain-incremental stream, but got None.",
+                "Expected `group` to contain the domain of each sample for a domain-incremental stream, but got None.",
                 hint="Pass `group=` to `FederatedStream.from_arrays`, or use a scenario that needs no domains, such as "
                 "`ClassIncremental`.",
                 argument="group",
@@ -182,8 +182,8 @@ def _class_experiences(y: IntArray, experiences: int | Sequence[int], order: Seq
     sizes = [len(classes) // max(experiences, 1)] * experiences if isinstance(experiences, int) else list(experiences)
     if sum(sizes) != len(classes) or min(sizes, default=0) < 1:
         raise InvalidValueError(
-            f"Expected `num_experiences` to be a divisor of the number of classes, {len(classes)}, or a list with this "
-            f"sum, but got {experiences}.",
+            f"Expected `num_experiences` to be a divisor of the number of classes, {len(classes)}, or a list of "
+            f"positive numbers with this sum, but got {experiences}.",
             hint=_suggest_experiences(len(classes), max(len(sizes), 1)),
             argument="num_experiences",
             value=experiences,
@@ -192,7 +192,7 @@ def _class_experiences(y: IntArray, experiences: int | Sequence[int], order: Seq
         return [tuple(classes.tolist())]
     from lightning_fcl.data.avalanche import nc_benchmark
 
-    # Avalanche requires classes 0..C-1 and reads every sample. To divide the classes, one sample of each is enough.
+    # Avalanche requires classes 0..C-1 and reads every sample. One sample per class is enough to divide the classes.
     numbers = torch.arange(len(classes))
     data = TensorDataset(numbers, numbers)
     fixed_order = None if order is None else [int(np.searchsorted(classes, c)) for c in order if c in classes]
@@ -266,8 +266,9 @@ def make_plan(
         for client, samples in client_samples.items():
             if len(samples) < num_rounds * number:
                 raise InvalidValueError(
-                    f"Expected `samples_per_round` to leave enough samples for {num_rounds} rounds of experience "
-                    f"{experience} of client {client}, which has {len(samples)} samples, but got {number}.",
+                    f"Expected experience {experience} of client {client} to have at least {num_rounds * number} samples, "
+                    f"because `rounds_per_experience`={num_rounds} and `samples_per_round`={number}, but got "
+                    f"{len(samples)}.",
                     hint="Lower `samples_per_round` or `rounds_per_experience`, or use fewer clients.",
                     argument="samples_per_round",
                     value=number,

@@ -32,13 +32,14 @@ class FLwFScenario(Scenario):
 
     Args:
         num_rounds: Number of communication rounds, divided evenly among the tasks of a client.
-        samples_per_round: Number of samples per client and round. No sample is used twice. Each class of the client's
+        samples_per_round: Number of samples per client and round. No sample is drawn twice. Each class of the client's
             task has the same number of samples.
         test_per_class: Number of samples of each class in the test set, which all clients share.
         pretrain_per_class: Number of samples of each class for pre-training the initial model.
         tasks: For each client, the classes of each of its tasks, by number or by name. By default, ``client1`` first
-            has class 1 and then class 2, and ``generalized`` has all classes in a single task.
-        history: See `ClassIncremental`.
+        tasks: For each client, the classes of each of its tasks, by number or by name. By default, ``client1`` first
+            has the class with number 1 and then the class with number 2. By default, ``generalized`` has all classes
+            in a single task.
 
     Raises:
         ValueError: If a class has too few samples, or if rounds or samples cannot be divided evenly.
@@ -105,7 +106,7 @@ class FLwFScenario(Scenario):
             rows = remaining_rows.get(label, EMPTY)
             if len(rows) < number:
                 raise InvalidValueError(
-                    f"Expected at least {number - len(rows)} more samples of class {label}.",
+                    f"Expected the number of unused samples of class {label} to be at least {number}, but got {len(rows)}.",
                     hint=f"Lower `num_rounds`, `samples_per_round` ({self.samples_per_round}), `test_per_class` or "
                     "`pretrain_per_class`.",
                     argument="num_rounds",
@@ -129,13 +130,13 @@ class ODFCLScenario(Scenario):
         num_base_people: Number of classes in the base session. The other classes are divided evenly among the sessions.
         num_sessions: Number of sessions after the base session.
         num_nodes: Number of clients. In a session, each client has its own classes. If there are fewer classes than
-            clients, each client has a part of one class.
+            clients, each client has one class or a part of one class.
         train_per_class: Number of training samples of each class, including the validation samples.
         test_per_class: Number of test samples of each class.
         validation_per_class: Number of the training samples of each class that are used only for validation.
         pretrain_per_class: Maximum number of pre-training samples of each person that is not learned. With 0, there is
             no pre-training.
-        rounds_per_session: Number of synchronizations in each session.
+        rounds_per_session: Number of rounds in each session.
         history: ``"round"``, ``"seen"`` or ``"all"``. With ``"round"``, a round has the samples of its session. With
             ``"seen"``, a round has the samples of all classes so far (joint training). With ``"all"``, a round has the
             samples of all sessions. With ``"seen"`` and ``"all"``, the samples of the base session are divided among
@@ -166,8 +167,9 @@ class ODFCLScenario(Scenario):
         super().__post_init__()
         if self.num_people <= self.num_base_people or (self.num_people - self.num_base_people) % self.num_sessions:
             raise InvalidValueError(
-                f"Expected `num_people` to leave the same number of classes for each of {self.num_sessions} sessions, "
-                f"but got {self.num_people} people, with {self.num_base_people} of them in the base session.",
+                "Expected `num_people` minus `num_base_people` to be a positive multiple of "
+                f"`num_sessions`={self.num_sessions}, but got `num_people`={self.num_people} and "
+                f"`num_base_people`={self.num_base_people}.",
                 hint=f"Set `num_people` to {self.num_base_people} plus a multiple of `num_sessions`.",
                 argument="num_people",
                 value=self.num_people,
@@ -202,7 +204,7 @@ class ODFCLScenario(Scenario):
         )
 
     def _shares(self, train: Sequence[IntArray]) -> tuple[dict[str, list[IntArray]], dict[str, list[tuple[int, ...]]]]:
-        """Return each node's samples and each node's classes, as two dicts of lists with one entry for each session."""
+        """Return each node's samples and each node's classes: two dicts of lists, one entry per session and base first."""
         base, nodes, classes_per_session = (
             self.num_base_people,
             self.num_nodes,
@@ -241,7 +243,8 @@ def _draw_people(
     enough = classes[counts >= train + test]
     if len(enough) < people:
         raise InvalidValueError(
-            f"Expected at least {people} people with {train + test} samples, but the dataset has {len(enough)}.",
+            f"Expected at least {people} people with at least {train + test} samples each, but the dataset has "
+            f"{len(enough)}.",
             hint="Lower `num_people`, `train_per_class` or `test_per_class`.",
             argument="num_people",
             value=people,
@@ -273,7 +276,8 @@ class FedViTScenario(Scenario):
       again with the first sample. Therefore, each sample of a class has nearly the same number of clients. The numbers
       differ by at most one.
     - Each round of a task has all samples of the task.
-    - The draws of a client depend only on the seed, the number of the client, and the block.
+    - The number of classes and the fractions of a client depend only on the seed, the number of the client, and the
+      block.
 
     Evaluation is task-incremental. A sample of a task is classified among all classes of the task's block, see
     `Plan.classes_of_task`. A client is tested on the classes of the block that the client has, see `Plan.tasks`.
@@ -322,8 +326,8 @@ class FedViTScenario(Scenario):
         labels, counts = np.unique(pool.y[pool.train], return_counts=True)
         if np.rint(smallest * counts.min()) < 1:
             raise InvalidValueError(
-                "Expected the minimum of `sample_fraction` to give each client at least one sample of every class, but "
-                f"got {smallest} of the {counts.min()} training samples of class {labels[counts.argmin()]}.",
+                "Expected the minimum of `sample_fraction` to give each client at least one sample of each of its "
+                f"classes, but got {smallest}, and class {labels[counts.argmin()]} has {counts.min()} training sample(s).",
                 hint="Raise `sample_fraction`.",
                 argument="sample_fraction",
                 value=smallest,
