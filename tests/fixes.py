@@ -912,7 +912,7 @@ ROWS |= {
         divide,
         {"partition": Dirichlet(8, alpha=0.01, min_partition_size=2)},
         {"partition": Dirichlet(8, alpha=100.0, min_partition_size=2)},
-        "Raise `alpha`",
+        "you can also raise `alpha`",
     ),
     "Dirichlet that finds no partition, lower min_size": Row(
         divide,
@@ -998,7 +998,7 @@ ROWS |= {
         stream_of_arrays,
         {"y": torch.randn(24), "classes": ["a", "b"]},
         {"classes": None},
-        "Remove `classes`.",
+        "Remove `classes` if you passed it",
         InvalidTypeError,
     ),
     "label without a class name": Row(
@@ -1075,7 +1075,7 @@ ROWS |= {
         stream_of_data,
         {"data": {"a": pairs(), "b": pairs()}, "y": {"a": Y}},
         {"y": {"a": Y, "b": Y}},
-        "Pass a dict or a list with the clients of `data`.",
+        "Pass a dict with the keys of `data`.",
     ),
     "y of fewer samples": Row(
         stream_of_data,
@@ -1763,7 +1763,7 @@ ROWS |= {
         ),
         {"data": Streams()},
         {"data": Subset([*Streams()], range(24))},
-        "Read its items into a list.",
+        "Read the items into a list.",
     ),
     "reservoir with one label per step": Row(
         reservoir_series,

@@ -162,13 +162,13 @@ ROWS |= {
         plan_overlap,
         {},
         {"first": 60},
-        "Remove the shared samples from one of them, or pass `split=Split(test=0.2)`, which keeps copies together.",
+        "Remove the shared samples from one of the two sets, or pass `split=Split(test=0.2)`",
     ),
     "test samples that are trained on, with a split": Row(
         plan_overlap,
         {},
         {"split": Split(test=0.2)},
-        "Remove the shared samples from one of them, or pass `split=Split(test=0.2)`, which keeps copies together.",
+        "Remove the shared samples from one of the two sets, or pass `split=Split(test=0.2)`",
     ),
     "features of samples that are dicts": Row(
         plan_features,

@@ -296,8 +296,8 @@ def _join_clients(
 def _names_splits(data: object, owner_name: str) -> TypeGuard[Mapping[str, object]]:
     """Return whether the data are a dict of splits, such as a `DatasetDict` of Hugging Face.
 
-    A dict of splits has the key ``train``. Other keys are optional, but at least one of them must be the name of a
-    split. Any other dict has one entry per client.
+    A dict of splits has the key ``train``. If the dict has other keys, at least one of them is the name of a split. Any
+    other dict has one entry per client.
 
     Raises:
         ValueError: If some keys are not names of splits, or if two keys name the same split.

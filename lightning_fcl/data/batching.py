@@ -139,7 +139,7 @@ def read_batches(take: TakeFn, requests: Iterable[BatchRequest], loading: Loader
         if not match_error(error, LibraryError.WORKER_ENDED) or get_start_method() == "fork":
             raise
         raise InvalidStateError(
-            f"Expected each worker process (`num_workers`={loading.num_workers}) to read data, but a worker process has "
+            f"Expected each worker process (`num_workers`={loading.num_workers}) to read data, but a process has "
             "ended. On this system, each worker process first imports the main script.",
             hint='Put the training code below `if __name__ == "__main__":`, or set `num_workers=0`.',
         ) from error

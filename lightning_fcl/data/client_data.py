@@ -92,8 +92,8 @@ def targets_in(y: Any, parts: SplitDatasets, owner_name: str) -> dict[str, NDArr
     )
     if targets_by_part.keys() != parts.keys():
         raise InvalidValueError(
-            f"Expected `y` to contain targets for the splits {format_names(parts)} of {owner_name}, but got targets for "
-            f"{format_names(targets_by_part) or 'no split'}.",
+            f"Expected `y` to contain targets for the splits {format_names(parts)} of {owner_name}, but got targets "
+            f"for {format_names(targets_by_part) or 'no split'}.",
             hint="Pass a dict with one array for each split.",
             argument="y",
         )

@@ -27,8 +27,8 @@ class ClientLoader:
     def __len__(self) -> int:
         if self.stream.count_batches is None:
             raise InvalidTypeError(
-                'Expected a running fit of a Trainer with `strategy="federated"`, because the number of batches depends '
-                "on this Trainer, but no such fit is running.",
+                'Expected a running fit of a Trainer with `strategy="federated"`, because the number of batches '
+                "depends on this Trainer, but no such fit is running.",
                 argument="strategy",
             )
         return self.stream.count_batches()
@@ -37,7 +37,9 @@ class ClientLoader:
         stream, plan, trainer = self.stream, self.stream.plan, self.stream.trainer
         if len(plan.clients) != 1 or trainer is None:
             number = "1 client" if len(plan.clients) == 1 else f"{len(plan.clients)} clients"
-            actual = "no Trainer" if trainer is None else "a Trainer without this strategy, which trains a single client"
+            actual = (
+                "no Trainer" if trainer is None else "a Trainer without this strategy, which trains a single client"
+            )
             raise InvalidValueError(
                 f'Expected a Trainer with `strategy="federated"` for a stream of {number}, but got {actual}.',
                 argument="strategy",

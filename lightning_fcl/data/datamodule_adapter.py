@@ -63,7 +63,7 @@ def delegate_hooks(
         is_prepared: Whether the data are already prepared.
 
     Raises:
-        ValueError: If there are several data modules and one overrides a batch transfer hook.
+        ValueError: If there are several data modules and one of them overrides a batch transfer hook.
     """
     stream.prepare_data_per_node = all(module.prepare_data_per_node for module in modules)
     hooks = [partial(_prepare, module, stream) for module in modules]
@@ -120,7 +120,7 @@ def check_no_hooks(caller: str, *owners: object) -> None:
     """
     if hook := overridden_hook(*owners):
         raise InvalidValueError(
-            f"Expected samples without batch transfer hooks for {caller}, but {hook}.",
+            f"Expected no batch transfer hook for {caller}, but {hook}.",
             hint="Move the code of the hook to the transform of the dataset.",
             argument="datamodule",
             value=hook,
@@ -171,12 +171,12 @@ def extract_splits(module: L.LightningDataModule, seed: int, required_split: str
 
 
 def common_loader_config(clients: Mapping[Any, SplitDatasets], left_open: Collection[str]) -> dict[str, LoaderConfig]:
-    """Return the loader settings of each split that all clients share. Return an empty dict without data modules.
+    """Return the loader settings of each split, which all clients share. Without data modules, return an empty dict.
 
     Args:
         clients: The splits of each client.
         left_open: Names of settings that the user did not pass to the stream. Only these settings must be equal in the
-            data modules of all clients.
+            data modules of all clients. For validation and test, only `collate_fn` is compared.
 
     Raises:
         ValueError: If only some clients have data modules, or if a setting in ``left_open`` differs between clients.
@@ -189,7 +189,8 @@ def common_loader_config(clients: Mapping[Any, SplitDatasets], left_open: Collec
         raise MissingValueError(
             "Expected data modules for all clients or for none, but got no data module for "
             f"{format_names(plain_clients)}.",
-            hint="Create one with `L.LightningDataModule.from_datasets(train, test_dataset=test, batch_size=32)`.",
+            hint="Create one with `L.LightningDataModule.from_datasets(train, test_dataset=test, batch_size=32)` for "
+            "each of these clients.",
             argument="datamodule",
             value=plain_clients,
         )
@@ -202,8 +203,8 @@ def common_loader_config(clients: Mapping[Any, SplitDatasets], left_open: Collec
             for name in left_open if split_name == "train" else {"collate_fn"} & {*left_open}:
                 if _kind(vars(first)[name]) != _kind(vars(loading)[name]):
                     raise InvalidValueError(
-                        f"Expected the same `{name}` in the data modules of all clients, but got {vars(first)[name]}, "
-                        f"and {vars(loading)[name]} for client {client}.",
+                        f"Expected the same `{name}` in the data modules of all clients, but got {vars(first)[name]} "
+                        f"for an earlier client and {vars(loading)[name]} for client {client}.",
                         hint=f"Pass `{name}=` to `FederatedStream`.",
                         argument=name,
                         value=vars(loading)[name],
@@ -227,27 +228,27 @@ def _kind(value: Any) -> object:
 def _taken_apart(loader: Any, loader_name: str) -> tuple[Dataset[Any], LoaderConfig]:
     def refuse(requirement: str, actual_value: object, remedy: str) -> NoReturn:
         raise InvalidValueError(
-            f"Expected {loader_name} to {requirement}, but got a {type(actual_value).__name__}.",
+            f"Expected {loader_name} to return {requirement}, but got an object of type {type(actual_value).__name__}.",
             hint=remedy,
             argument="dataloader",
             value=type(actual_value).__name__,
         )
 
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
-        refuse("return one `DataLoader`", loader, "Pass the dataset of the loader to `FederatedStream.from_arrays`.")
+        refuse("one `DataLoader`", loader, "Pass the dataset of the loader to `FederatedStream.from_arrays`.")
     data, batches = loader.dataset, loader.batch_sampler
     if isinstance(data, IterableDataset):
-        refuse("have a map-style dataset, whose samples have numbers", data, "Read its items into a list.")
+        refuse("a loader of a map-style dataset, whose samples have indices", data, "Read the items into a list.")
     if type(batches) is not BatchSampler:
         refuse(
-            "make batches with `batch_size`",
+            "a loader that makes batches with `batch_size`",
             data if batches is None else batches,
             "Set `batch_size` in the loader, and remove its `batch_sampler`.",
         )
     rows = _rows(batches.sampler)
     if rows is None or any(not 0 <= row < len(data) for row in rows):  # type: ignore[arg-type]  # map-style
         refuse(
-            "have a sampler that returns the same samples in each epoch",
+            "a loader whose sampler returns the same samples in each epoch",
             batches.sampler,
             "Use `shuffle`, a `SubsetRandomSampler`, or a `Subset` of the dataset.",
         )
@@ -302,7 +303,7 @@ def with_worker_init(
             calls.setdefault(split_name, {})[id(function), id(whole)] = function, whole
     configs = {}
     for split_name, loading in loaders.items():
-        # If a split has no loader, its samples come from the training loader.
+        # If a split has no loader, its samples come from the training dataset.
         split_calls = calls.get(split_name) or calls.get("train", {})
         init = None if loading.worker_init_fn is None else WorkerInit([*split_calls.values()])
         configs[split_name] = replace(loading, worker_init_fn=init)

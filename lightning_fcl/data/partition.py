@@ -137,9 +137,10 @@ class Dirichlet(Partition):
             if min(map(len, parts.values())) >= self.min_partition_size:
                 return parts
         raise InvalidValueError(
-            f"Expected each client to have at least `min_partition_size`={self.min_partition_size} sample(s), but found "
-            f"no such partition with `alpha`={self.alpha}, `num_clients`={self.num_clients} and {len(y)} sample(s).",
-            hint="Lower `min_partition_size` or `num_clients`. If there are enough samples, you can also raise `alpha`.",
+            f"Expected each client to have at least `min_partition_size`={self.min_partition_size} sample(s), but "
+            f"found no such partition with `alpha`={self.alpha}, `num_clients`={self.num_clients} and {len(y)} "
+            "sample(s).",
+            hint="Lower `min_partition_size` or `num_clients`. With enough samples, you can also raise `alpha`.",
             argument="min_partition_size",
             value=self.min_partition_size,
         )
@@ -185,8 +186,8 @@ class ClassSubsets(Partition):
 
     If the fractions of a class, summed over the clients, exceed 1, the samples of the class are divided in proportion
     to the fractions. If the clients together draw at least as many classes as the data have, every class is used. For
-    each class that no client has drawn, one client then swaps the most frequent class for this class. If the clients
-    draw fewer classes, classes that no client has drawn stay unused.
+    each class that no client has drawn, one client then gets this class instead of the most frequent class. If the
+    clients draw fewer classes, classes that no client has drawn stay unused.
 
     Args:
         num_clients: Number of clients.
@@ -235,9 +236,9 @@ class ClassSubsets(Partition):
             for client, rows in enumerate(parts):
                 if shares[client] > 0 and len(rows) == 0:
                     raise InvalidValueError(
-                        f"Expected at least one sample of class {label} for client '{client}', but got none (samples of "
-                        f"the class: {len(members)}, clients with the class: {np.count_nonzero(shares)}, `fraction` of "
-                        f"the client: {shares[client]:.3g}).",
+                        f"Expected at least one sample of class {label} for client '{client}', but got none (samples "
+                        f"of the class: {len(members)}, clients with the class: {np.count_nonzero(shares)}, "
+                        f"`fraction` of the client: {shares[client]:.3g}).",
                         hint="Raise `fraction`, or lower `num_clients` or `classes_per_client`.",
                         argument="fraction",
                         value=shares[client],

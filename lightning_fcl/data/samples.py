@@ -242,7 +242,7 @@ class Joined(ConcatDataset[Any]):
     """
 
     def __getitems__(self, rows: Sequence[int]) -> Any:
-        """Return items in the order of ``rows``. If all are in one dataset, return what `fetch` returns for it."""
+        """Return items in the order of ``rows``. If all are in one dataset, return the result of its `fetch`."""
         positions: dict[int, list[int]] = {}
         numbers = []
         for row in rows:
@@ -280,7 +280,7 @@ class SampleRows(Dataset[tuple[Tensor, Tensor]]):
 
 
 class _SeededRows(Dataset[Any]):
-    """Some items of a dataset whose code uses random generators. A batch's seed depends on its first item's position."""
+    """Some items of a dataset whose code uses random generators. The position of a batch defines its seed."""
 
     def __init__(self, samples: Samples, indices: IntArray, split_name: str, seed: int) -> None:
         self.samples = samples
@@ -357,10 +357,10 @@ def normalize_samples(samples: Samples, mean: Any, std: Any) -> Samples:
     if not isinstance(x, Tensor) or x.dtype != torch.uint8 or x.dim() < 2:
         description = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise InvalidValueError(
-            "Expected `x` to be uint8 images of shape (n, channels, height, width), because `mean` or `std` is passed, but got "
-            f"{description}.",
-            hint="Normalize other samples beforehand, or in the transform of your dataset.",
+            "Expected `x` to be uint8 images of shape (n, channels, height, width), because `mean` or `std` "
+            f"is passed, but got {description}.",
             hint="Remove `mean` and `std`. Normalize other samples beforehand, or in the transform of your dataset.",
+            argument="x",
             value=description,
         )
     scale = []

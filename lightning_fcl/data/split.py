@@ -73,7 +73,8 @@ def _set_aside(
         official = samples.test if name == "test" else samples.validation
         if official is None:
             raise InvalidValueError(
-                f'Expected `{name}` to be a fraction, but got "official", and {samples.name} has no official {name} set.',
+                f'Expected `{name}` to be a fraction, but got "official", and {samples.name} has no official '
+                f"{name} set.",
                 hint=f"Use a fraction, such as `{name}=0.2`.",
                 argument=name,
             )
@@ -133,7 +134,8 @@ def _check_no_leakage(samples: Samples, plan: Plan, scenario: Scenario) -> None:
     trained = np.flatnonzero(is_trained)
     if samples.origin is not None:
         remedy = (
-            "Remove the shared samples from one of them, or pass `split=Split(test=0.2)`, which keeps copies together."
+            "Remove the shared samples from one of the two sets, or pass `split=Split(test=0.2)`, which puts all "
+            "copies into one set."
         )
         if scenario.provides_split:
             remedy = f"Remove the copies from the data, because `{scenario}` draws the test samples itself."

@@ -44,11 +44,11 @@ class FederatedStream(L.LightningDataModule):
 
     Args:
         data: Name of a public dataset (`lightning_fcl.data.datasets`), or a `DatasetSpec` with arguments of the
-            function that loads the dataset, or an `ArrayDataset`. You can also pass your own data. A map-style dataset is any object with ``__len__``
-            and ``__getitem__``. A dict can contain the splits ``train``, ``validation`` and ``test``. The test and
-            validation sets of a LightningDataModule are the default `split`. The loaders of the module define the
-            settings below that you do not pass. For several clients, pass a dict or list with a dataset, data module or
-            dict of splits for each client.
+            function that loads the dataset, or an `ArrayDataset`. You can also pass your own data. A map-style dataset
+            is any object with ``__len__`` and ``__getitem__``. A dict can contain the splits ``train``, ``validation``
+            and ``test``. The test and validation sets of a LightningDataModule are the default `split`. The loaders of
+            the module define the settings below that you do not pass. For several clients, pass a dict or list with a
+            dataset, data module or dict of splits for each client.
         scenario: Scenario, or the name of its class. The scenario defines the classes or domains of each round.
             Default: `ClassIncremental`.
         partition: Partition, or the name of its class. The partition divides the samples among clients. Default:

@@ -143,7 +143,7 @@ def test_client_ids_and_group_accept_string_columns(of):
 
 def test_client_ids_missing_value_raises():
     names = pd.Series([f"site {owner}" for owner in OWNER[1:]] + [None])
-    with pytest.raises(InvalidValueError, check=lambda error: error.argument == "client"):
+    with pytest.raises(InvalidValueError, check=lambda error: error.argument == "client_ids"):
         FederatedStream.from_arrays(X, Y, client_ids=names)
 
 

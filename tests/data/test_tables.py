@@ -104,7 +104,7 @@ COLUMNS = {
     "twice": ("a,speed,speed,y\n1,2,2,p\n", ["`speed`", "columns 2, 3"]),
     "semicolons": ("a;speed;y\n1;2;p\n", ["`a`", "Separate the columns by commas"]),
     "no header": ("", ["`a`", "an empty file"]),
-    "no rows": ("a,speed,y\n", ["rows below the header"]),
+    "no rows": ("a,speed,y\n", ["at least one row of values"]),
 }
 
 
@@ -208,7 +208,7 @@ def test_parquet_file_equals_csv_file(tmp_path):
         ({"a": ["1", "1,5"], "y": ["p", "q"]}, ["`a`", "row 3", "Write 1.5"]),
         ({"a": [b"1", b"2"], "y": ["p", "q"]}, ["`a`", "binary"]),
         ({"b": [1, 2], "y": ["p", "q"]}, ["`a`", "b, y"]),
-        ({"a": [], "y": []}, ["rows below the header"]),
+        ({"a": [], "y": []}, ["at least one row of values"]),
     ],
 )
 def test_parquet_file_names_row_and_column_of_an_invalid_cell(tmp_path, columns, parts):

@@ -75,5 +75,5 @@ def test_string_labels_become_class_indices():
 
 
 def test_iterable_dataset_raises_type_error():
-    with pytest.raises(TypeError, match="Expected a map-style dataset for `data`, but got a IterableDataset"):
+    with pytest.raises(TypeError, match="map-style dataset for `data`, but got an object of type IterableDataset"):
         FederatedStream(table(12).to_iterable_dataset(), Stationary()).setup("fit")

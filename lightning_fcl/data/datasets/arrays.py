@@ -105,8 +105,8 @@ class ArrayDataset:
             per_sample = (~np.isfinite(self.x)).reshape(size, -1).sum(axis=1)
             bad = np.flatnonzero(per_sample)
             raise InvalidValueError(
-                f"Expected `x` to be finite, but in sample {bad[0]}, {per_sample[bad[0]]} of {self.x[0].size} values are "
-                f"NaN or infinite ({bad.size} of {size} samples have non-finite values).",
+                f"Expected `x` to be finite, but in sample {bad[0]}, {per_sample[bad[0]]} of {self.x[0].size} values "
+                f"are NaN or infinite ({bad.size} of {size} samples have non-finite values).",
                 hint="Correct or drop these samples first.",
                 argument="x",
                 value=per_sample[bad[0]],
@@ -173,8 +173,8 @@ class Measurement:
         one_of(("data", "sample", "person"), scaled_over=self.scaled_over)
         if len(self.axes) != len(self.shape) or self.axes.count("channel") != 1 or min(self.shape) < 1:
             raise InvalidValueError(
-                f'Expected `axes` to name each axis of `shape` {self.shape} with exactly one "channel", and each axis to '
-                f"have at least length 1, but got the axes {self.axes}.",
+                f'Expected `axes` to name each axis of `shape` {self.shape} with exactly one "channel", and each axis '
+                f"to have at least length 1, but got the axes {self.axes}.",
                 argument="axes",
                 value=self.axes,
             )

@@ -159,7 +159,9 @@ def read_lines(path: Path, remedy: str) -> list[str]:
         check_size(MAX_TEXT_LENGTH * path.stat().st_size)
         lines = [line.rstrip() for line in read_text(path, "utf-8-sig").split("\n") if line.strip()]
     if not lines:
-        raise InvalidValueError(f"Expected {path} to have at least one non-empty line, but got none. {remedy}", value=path)
+        raise InvalidValueError(
+            f"Expected {path} to have at least one non-empty line, but got none. {remedy}", value=path
+        )
     return lines
 
 

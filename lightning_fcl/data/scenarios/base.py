@@ -42,7 +42,8 @@ class Plan:
         base_samples: Samples of the server's base session before the first round.
         class_order: Class numbers of the dataset, in the order of the scenario, shape (C,). If None, the scenario keeps
             the order of the dataset.
-        num_outputs: Number of classes to classify. These are the first classes of ``class_order``.
+        num_outputs: Number of classes to classify, which are the first classes of ``class_order``. None means all
+            classes.
         groups_are_classes: Whether the test groups are classes.
         task_classes: For each client and each of its experiences, all classes of the experience's task. See
             `classes_of_task`. Empty if the logits of all classes are used.
@@ -65,7 +66,10 @@ class Plan:
     history: History = "round"
 
     def class_split(self, round_idx: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the new classes of a round and the classes of earlier experiences, both over all clients."""
+        """Return the new classes of a round and the classes of earlier experiences, both over all clients.
+
+        Both are empty if the test groups are domains.
+        """
         if not self.groups_are_classes:
             return (), ()
         if round_idx not in self._classes:
@@ -135,7 +139,7 @@ class Plan:
     def fingerprint(self) -> str:
         """Short hash of the plan's training samples, identical on every machine. Every checkpoint contains the hash."""
         digest = hashlib.sha256()
-        # Consecutive rounds can share one dict of samples. The dict is converted only once.
+        # Consecutive rounds can share one dict of samples. Such a dict is converted only once.
         round_bytes: dict[int, bytes] = {}
         for current in self.train:
             if id(current) not in round_bytes:
@@ -171,7 +175,7 @@ class Plan:
         return len(self.train)
 
     def num_rounds_of_tasks(self, tasks: int | None) -> int:
-        """Return the number of rounds until each client has finished its first ``tasks`` tasks. None: all tasks."""
+        """Return the number of rounds until each client has finished its first ``tasks`` tasks. None means all."""
         if tasks is None:
             return self.num_rounds
         ways = set(self.experiences.values())
@@ -242,7 +246,7 @@ class Scenario(ABC):
 
 
 def stratified_split(y: IntArray, fraction: float, rng: np.random.Generator) -> tuple[IntArray, IntArray]:
-    """Return the indices outside of a random ``fraction`` of each class, and the indices in the fraction."""
+    """Return the indices outside of a random ``fraction`` of each class, and the indices in it, in this order."""
     if not 0 <= fraction < 1:
         raise InvalidValueError(
             f"Expected the fraction of a split to be at least 0 and below 1, but got {fraction}.",
@@ -349,7 +353,8 @@ def order_to_indices(
         )
     if not possible:
         raise InvalidValueError(
-            f"Expected `{argument}` to contain each of {list(present)} once, but got {by_position}.",
+            f"Expected `{argument}` to contain each of the positions {list(present)} once (as numbers or names), but "
+            f"got the positions {by_position}.",
             argument=argument,
             value=by_position,
         )
@@ -363,7 +368,7 @@ def _position(entry: object, names: Sequence[str]) -> int:
 
 
 def from_name(argument: str, value: T | str, classes: Iterable[type[T]]) -> T:
-    """Return a scenario or partition. Create it if the value is a class name, such as "ClassIncremental".
+    """Return a scenario or partition. If the value is a class name, such as "ClassIncremental", create the object.
 
     The name can also have the form "class-incremental". An object is returned unchanged.
     """

@@ -266,8 +266,8 @@ def make_plan(
         for client, samples in client_samples.items():
             if len(samples) < num_rounds * number:
                 raise InvalidValueError(
-                    f"Expected experience {experience} of client {client} to have at least {num_rounds * number} samples, "
-                    f"because `rounds_per_experience`={num_rounds} and `samples_per_round`={number}, but got "
+                    f"Expected experience {experience} of client {client} to have at least {num_rounds * number} "
+                    f"samples, because `rounds_per_experience`={num_rounds} and `samples_per_round`={number}, but got "
                     f"{len(samples)}.",
                     hint="Lower `samples_per_round` or `rounds_per_experience`, or use fewer clients.",
                     argument="samples_per_round",

@@ -106,7 +106,8 @@ class FLwFScenario(Scenario):
             rows = remaining_rows.get(label, EMPTY)
             if len(rows) < number:
                 raise InvalidValueError(
-                    f"Expected the number of unused samples of class {label} to be at least {number}, but got {len(rows)}.",
+                    f"Expected the number of unused samples of class {label} to be at least {number}, but got "
+                    f"{len(rows)}.",
                     hint=f"Lower `num_rounds`, `samples_per_round` ({self.samples_per_round}), `test_per_class` or "
                     "`pretrain_per_class`.",
                     argument="num_rounds",
@@ -204,7 +205,10 @@ class ODFCLScenario(Scenario):
         )
 
     def _shares(self, train: Sequence[IntArray]) -> tuple[dict[str, list[IntArray]], dict[str, list[tuple[int, ...]]]]:
-        """Return each node's samples and each node's classes: two dicts of lists, one entry per session and base first."""
+        """Return each node's samples and each node's classes, as two dicts of lists.
+
+        Each list has one entry for the base session and one entry for each later session.
+        """
         base, nodes, classes_per_session = (
             self.num_base_people,
             self.num_nodes,
@@ -327,7 +331,8 @@ class FedViTScenario(Scenario):
         if np.rint(smallest * counts.min()) < 1:
             raise InvalidValueError(
                 "Expected the minimum of `sample_fraction` to give each client at least one sample of each of its "
-                f"classes, but got {smallest}, and class {labels[counts.argmin()]} has {counts.min()} training sample(s).",
+                f"classes, but got {smallest}, and class {labels[counts.argmin()]} has {counts.min()} training "
+                "sample(s).",
                 hint="Raise `sample_fraction`.",
                 argument="sample_fraction",
                 value=smallest,

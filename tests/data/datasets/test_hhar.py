@@ -116,7 +116,9 @@ def test_load_hhar_orders_users_devices_and_groups(tmp_path):
     scaled = hhar.load_hhar(tmp_path)
     np.testing.assert_allclose(scaled.x.mean(axis=1), 0, atol=1e-4)
     np.testing.assert_allclose(scaled.x.std(axis=1), 1, atol=1e-3)
-    with pytest.warns(UserWarning, match="Left out user c with s3_1 of .*: no stretch of one label has 200 time steps"):
+    with pytest.warns(
+        UserWarning, match="Left out user c with s3_1 of .*: no stretch of one label has at least 200 time steps"
+    ):
         put(tmp_path, **{n: rows + recording(n[7:], 0, 1, user="c", model="s3") for n, rows in files.items()})
         assert len(hhar.load_hhar(tmp_path, devices=["s3"]).y) == 3
 

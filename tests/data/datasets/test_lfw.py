@@ -147,8 +147,12 @@ DAMAGES = {
     "printing colors": (IMAGE, CMYK, "but got: an image of 250 x 250 in Pillow's mode 'CMYK'."),
     "no names": (NPZ, npz(names=None), "to contain an array 'names', but it does not."),
     "another shape": (NPZ, npz(X=np.zeros((111, 62, 47), np.uint8)), "(111, 64, 48), but got uint8 of shape (111, 62"),
-    "16 bits": (NPZ, npz(X=np.zeros((111, 64, 48), np.uint16)), "to contain uint8 images, but got 111 of uint16."),
-    "nothing": (NPZ, NONE, "uint8 images, but got 0 of uint8."),
+    "16 bits": (
+        NPZ,
+        npz(X=np.zeros((111, 64, 48), np.uint16)),
+        "to contain at least one uint8 image, but got uint16 of shape (111, 64, 48).",
+    ),
+    "nothing": (NPZ, NONE, "uint8 image, but got uint8 of shape (0, 64, 48)."),
     "a label too many": (NPZ, npz(y=np.arange(111) // 35), "to be between 0 and 2, but got 3 in sample 105."),
 }
 

@@ -155,7 +155,7 @@ def test_load_tinyimagenet_missing_training_images_raise(tmp_path, removed, put)
 def test_load_tinyimagenet_invalid_text_file_raises(tmp_path, name, put):
     path = put(tmp_path, FILES) / name
     for content, kind, message in (
-        (b"\n \n", ValueError, f"Expected {path} to have lines, but it is empty. {REMEDY}"),
+        (b"\n \n", ValueError, f"Expected {path} to have at least one non-empty line, but got none. {REMEDY}"),
         (b"\xff\xfe\x00", ValueError, f"Expected {path} to be a text file but got: 'utf-8' codec"),
         (None, FileNotFoundError, f"Expected the file {path} but it is missing. {REMEDY}"),
     ):

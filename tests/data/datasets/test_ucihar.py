@@ -170,7 +170,11 @@ DAMAGES = {
     "a line lost": (SIGNAL, lambda lines: lines[:4], "to have 128 values in each of 5 lines but got: 4 lines of 128"),
     "an empty signal": (SIGNAL, lambda lines: [], "but got: an empty file."),
     "a word": (SIGNAL, lambda lines: replaced(lines, 2, b"abc" + lines[2][16:]), "could not convert string 'abc'"),
-    "a label 7": ("test/y_test.txt", lambda lines: replaced(lines, 1, b"7\n"), "range(1, 7) in each of its lines"),
+    "a label 7": (
+        "test/y_test.txt",
+        lambda lines: replaced(lines, 1, b"7\n"),
+        "1 value from 1 to 6 in each of its lines",
+    ),
     "a label 1.5": ("train/y_train.txt", lambda lines: replaced(lines, 2, b"1.5\n"), "but got: other values."),
     "a subject lost": ("test/subject_test.txt", lambda lines: lines[:2], "in each of 3 lines but got: 2 lines of 1."),
     "another order": (
@@ -191,7 +195,7 @@ def test_load_ucihar_damaged_file_raises_with_path(tmp_path, damage, put, refuse
 
 def test_load_ucihar_non_finite_values_raise(tmp_path, put, refused):
     put(tmp_path / FOLDER, edited(SIGNAL, lambda lines: [b" nan" * 128 + b"\n", *lines[1:]]))
-    assert "Expected `x` to be finite, but got 128 NaN or infinite values of 768 in sample 0" in refused(
+    assert "Expected `x` to be finite, but in sample 0, 128 of 768 values are NaN or infinite" in refused(
         load_ucihar, tmp_path
     )
 

@@ -114,7 +114,9 @@ def test_wesad_source_finds_layouts_in_documented_order(tmp_path):
 def test_load_wesad_subject_without_chunk_warns(tmp_path):
     put_stream(tmp_path, 2)
     put_stream(tmp_path, 3, label32=np.repeat([0, 1] * 120, 8))
-    with pytest.warns(UserWarning, match="Left out subject 3 of .*streams: no stretch of one label has 32 time steps"):
+    with pytest.warns(
+        UserWarning, match="Left out subject 3 of .*streams: no stretch of one label has at least 32 time steps"
+    ):
         data = sensors.load_wesad(tmp_path)
     assert data.client_ids.tolist() == [2] * 40
     np.testing.assert_array_equal(data.x, sensors.load_wesad(put_stream(tmp_path / "alone", 2).parents[1]).x)
