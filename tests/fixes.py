@@ -918,7 +918,7 @@ ROWS |= {
         divide,
         {"partition": Dirichlet(8, alpha=0.3, min_partition_size=3)},
         {"partition": Dirichlet(8, alpha=0.3, min_partition_size=1)},
-        "lower `min_partition_size`",
+        "Lower `min_partition_size`",
     ),
     "Dirichlet that finds no partition, fewer clients": Row(
         divide,

@@ -42,6 +42,7 @@ class ClientLoader:
             )
             raise InvalidValueError(
                 f'Expected a Trainer with `strategy="federated"` for a stream of {number}, but got {actual}.',
+                hint="Use `L.Trainer(strategy=FederatedStrategy())`, or a stream of one client.",
                 argument="strategy",
             )
         client, round_idx = plan.clients[0], current_round(trainer)
