@@ -89,7 +89,7 @@ WRAPPED = {
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("wrap", "make"),
-    # A plain `ConcatDataset` reads one item at a time, so that nothing is padded.
+    # A plain `ConcatDataset` reads one item at a time and does not pad, so it is not combined with `Padded`.
     [(wrap, make) for wrap in WRAPPED for make in (Padded, OneByOne) if (wrap, make) != ("concatenated", Padded)],
 )
 def test_batched_reads_equal_plain_loader(quiet, wrap, make, workers):

@@ -257,7 +257,7 @@ def test_data_module_hooks_run_once_with_trainer(quiet):
 def test_prepare_data_in_fit_has_trainer(quiet, clients):
     """A plain Trainer sets the attribute `trainer` too.
 
-    `LightningNodeData` of PyTorch Geometric uses it in `prepare_data`.
+    `LightningNodeData` of PyTorch Geometric uses this attribute in `prepare_data`.
     """
 
     class Asks(Splits):

@@ -23,7 +23,7 @@ from lightning_fcl.data.split import Split
 from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.models.backbone import FrozenBackbone
 
-# The first images are embedded to check that cached features are valid.
+# Number of first images that are embedded to check that cached features are valid.
 FIRST = 16
 
 
@@ -141,7 +141,7 @@ def test_features_interrupted_leave_no_file(images, cache):
 
 
 def test_features_first_run_reads_images_once(images):
-    """Different images with the same backbone are read twice.
+    """If the same backbone has cached features of other images, the images are read twice.
 
     The first read computes the cache key of the images. The second read embeds the images.
     """

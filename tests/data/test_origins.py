@@ -18,7 +18,7 @@ from lightning_fcl.data.split import Split
 from lightning_fcl.errors import InvalidValueError
 
 SIZE = 64
-# Each input of a sample equals the number of the sample.
+# Each of the three inputs of a sample equals the number of the sample.
 X, Y = torch.arange(SIZE, dtype=torch.float32).repeat(3, 1).T.contiguous(), torch.arange(SIZE) % 3
 WHOLE = TensorDataset(X, Y)
 ITEMS = [(X[n].numpy(), n % 3) for n in range(SIZE)]

@@ -84,7 +84,7 @@ def counts(parts, y=Y):
 
 def test_dirichlet_follows_the_proportions_of_its_generator():
     parts = divide(Dirichlet(4, 0.7, min_partition_size=0), seed=9)
-    # The same draws without the partition: for each class one permutation of its members, then one Dirichlet vector.
+    # Repeat the draws of the partition: for each class, one permutation of its members and one Dirichlet vector.
     rng = np.random.default_rng(9)
     for label in range(6):
         members = np.flatnonzero(np.equal(Y, label))

@@ -98,7 +98,7 @@ def test_uint8_images_are_stored_as_uint8_in_client_state(fit, store):
         )
         images_of = [value for value in packed.values() if value.shape[1:] == (3, 4, 4)]
         assert images_of and all(value.dtype == torch.uint8 for value in images_of)
-        # A method gets samples of the client with bitwise identical values.
+        # The samples that a method gets are bitwise identical to samples of the client.
         own = np.concatenate([current[client] for current in stream.plan.train if client in current])
         rows = {row.numpy().tobytes() for row in stream.get_samples(own)[0]}
         remembered = [value for value in memory.values() if value.shape[1:] == (3, 4, 4)]

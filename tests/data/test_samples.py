@@ -208,7 +208,8 @@ def test_only_one_batch_is_read_at_a_time(quiet):
     L.Trainer(strategy=FederatedStrategy(max_vectorized_clients=1, seed=0), max_epochs=1, **quiet).fit(
         task, datamodule=stream
     )
-    # At most one batch is read between two steps. The trial before the first round reads a few batches.
+    # Between two steps, at most two batches of 4 samples are read. At most 8 batches are read up to the first step,
+    # including the batches of the trial before the first round.
     read = [later - earlier for earlier, later in itertools.pairwise(task.read)]
     assert max(read) <= 2 * 4 < sum(read) and task.read[0] <= 8 * 4
 
@@ -295,7 +296,7 @@ def test_labels_become_numbers_and_names_are_kept(labels, kind):
     stream = FederatedStream.from_arrays(
         *items(given, 60, kind), scenario=ClassIncremental(3), partition=IID(2), split=Split(0.2), seed=0
     )
-    # `num_classes` is known before `setup`.
+    # `num_classes` is available before `setup`.
     assert stream.num_classes == 3
     names = tuple(map(str, given))
     assert stream.classes == names and stream.plan.group_names(stream.classes) == list(names)

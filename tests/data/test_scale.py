@@ -16,7 +16,7 @@ from lightning_fcl.rng import make_client_keys
 
 @pytest.fixture
 def plan():
-    """Return a plan with 300 owners in random order. Some of them have one sample."""
+    """Return a plan with 1,000 samples of random owners. Some owners have one sample."""
     owner = np.random.default_rng(0).integers(0, 300, size=1000)
     stream = FederatedStream.from_arrays(
         torch.zeros(1000, 1),
@@ -45,7 +45,7 @@ def test_joint_assignment_equals_assignment_per_client():
     assert {name: rows.tolist() for name, rows in clients.items()} == {
         str(name): np.flatnonzero(owner == name).tolist() for name in np.unique(owner)
     }
-    # A partition of a user may return samples in any order.
+    # A user-defined partition may return samples in any order.
     mixed = {client: rng.permutation(rows) for client, rows in clients.items()}
     plan = ClassIncremental([1, 2, 3], class_order=range(6)).plan(SamplePool(y, clients=mixed, classes=tuple("abcdef")))
     for current, group in zip(plan.train, ([0], [1, 2], [3, 4, 5]), strict=True):

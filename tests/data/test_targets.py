@@ -25,7 +25,7 @@ def stream_of(data, **kwargs):
 
 
 class Two(L.LightningDataModule):
-    """Data module with the first fifty samples for training and the remaining ones for testing."""
+    """Data module with the first fifty samples for training and the remaining samples for testing."""
 
     def __init__(self, data):
         super().__init__()

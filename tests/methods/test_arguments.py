@@ -74,7 +74,7 @@ WRONG = {
     ("kind", "name", "value"), [(kind, *pair) for kind, wrong in WRONG.items() for pair in wrong.items()]
 )
 def test_method_argument_out_of_range_raises(kind, name, value):
-    # `distillation_weight` accepts a number or "auto".
+    # `distillation_weight` accepts a number or "auto". Another string is an invalid value, not an unknown name.
     is_name = isinstance(value, str) and name != "distillation_weight"
     with raises(UnknownNameError if is_name else InvalidValueError, name, value=value):
         getattr(callbacks, kind)(**{name: value})

@@ -1,4 +1,4 @@
-"""Tests of BCN: the steps of both players, and training compared with a hand-written loop."""
+"""Tests of BCN: the maximizing and the minimizing steps in its loss, and training compared with a hand-written loop."""
 
 import copy
 
@@ -64,7 +64,7 @@ def two_tasks(make_task, samples, train, method):
     return task, copied, first, second
 
 
-# Tests of the steps of both players.
+# Tests of the steps that change inputs or parameters.
 
 
 def test_worst_inputs_raises_loss_within_eps():
@@ -102,8 +102,8 @@ def test_bcn_without_players_equals_plain_replay(make_task, samples, train, asse
     assert_same(task, copied)
 
 
-# The pool starts with the 20 stored samples. A batch of 12 has stored samples only. A batch of 25 has all 20 and 5 new
-# samples.
+# The pool starts with the 20 stored samples. A batch of 12 has stored samples only. A batch of 25 has the 20 stored
+# samples and 5 new samples.
 @pytest.mark.parametrize("batch", [12, 25])
 @pytest.mark.parametrize(
     "players",

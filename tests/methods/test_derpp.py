@@ -42,7 +42,7 @@ def test_derpp_stores_logits_of_trained_model(make_task, samples, train):
         (i, j) for i, x in enumerate(first["x"]) for j, z in enumerate(memory_of(method)["x"]) if torch.equal(x, z)
     ]
     assert 0 < len(stayed) < 6
-    # Samples that stay in the buffer keep the logits of the model that stored them.
+    # A sample that stays in the buffer keeps the logits that were stored with the sample.
     for i, j in stayed:
         assert torch.equal(memory_of(method)["logits"][j], first["logits"][i])
 

@@ -1,4 +1,4 @@
-"""Tests of method state that lasts for one experience: it is reset when all clients enter the next experience."""
+"""Tests of `of_experience`: the tensors that a method resets on clients and server when an experience starts."""
 
 import copy
 import inspect
@@ -28,7 +28,7 @@ OF_EXPERIENCE = {
     "ICaRL": ("old", "teacher.*"),
     "GLFC": ("teacher.*", "told"),
 }
-"""Patterns of the state tensors that each listed method resets at the start of an experience."""
+"""Names or patterns of the state tensors that each listed method resets at the start of an experience."""
 
 
 def test_of_experience_of_each_method_is_as_listed():

@@ -95,7 +95,7 @@ def test_fedcbdr_clients_store_samples_by_leverage_share(fit, make_stream, make_
             assert len({*places.tolist()}) == len(places)
             total += share
         assert 25 <= total <= 33
-    # The server's Gram matrix is reset for the next experience.
+    # The server has reset its Gram matrix at the end of the experience.
     assert not memories.gram.any()
 
 

@@ -19,7 +19,7 @@ UNIFORM = {"client_weights": "uniform", "seed": 0}
 
 
 def by_hand(task, stream, drawn, alpha):
-    """Run Algorithm 1 of the paper. Both g of each client and h of the server are reset in each experience."""
+    """Run Algorithm 1 of the paper. Each experience resets g of each client and h of the server."""
     names, everyone = [name for name, _ in task.named_parameters()], stream.plan.clients
     experiences = stream.plan.experiences[everyone[0]]
     for round_idx in range(stream.plan.num_rounds):

@@ -67,7 +67,7 @@ def test_fedknow_tuning_changes_task_weights_only_and_lowers_loss():
         if number == 0:
             assert ((left[name] != right[name]) == (owner == 1)).all()
         else:
-            # The weights of earlier tasks do not change after their tuning.
+            # The tuning of a new task does not change the weights of earlier tasks.
             earlier = (owner > 0) & (owner <= number)
             assert torch.equal(right[name][earlier], tuned[number - 1][1][name][earlier])
     losses = [0.0, 0.0]

@@ -31,7 +31,8 @@ def step_of(client, w, steps, lr, momentum):
 def test_fednova_round_equals_paper_formula(fit, weights, momentum):
     """The new model is x + tau_eff * sum_k p_k (y_k - x) / |a_k|_1, with tau_eff = sum_k p_k |a_k|_1.
 
-    Client k has the weight p_k and the trained model y_k. The vector a_k has the coefficients of the client's steps.
+    The server's model before the round is x. Client k has the weight p_k and the trained model y_k. The vector a_k has
+    the coefficients of the client's steps.
     """
     task = quadratic(lr=0.02, momentum=momentum)
     fit(task, clients(1, SAMPLES), [FedNova()], client_weights=weights, seed=0)

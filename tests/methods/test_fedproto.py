@@ -16,7 +16,7 @@ from lightning_fcl.methods.prototypes import ClassSums, class_means
 
 
 class States(Callback):
-    """Records each client's state after its training, and its samples."""
+    """Records the state of each client after its training, and the client's samples."""
 
     def __init__(self):
         self.kept = {}

@@ -97,7 +97,7 @@ def test_fedrep_equals_hand_written_loop(fit, make_stream, change):
     change(start)
     for name, value in net.body.state_dict().items():
         torch.testing.assert_close(task.state_dict()[f"model.body.{name}"], value)
-        # Batch normalization removes the effect of the bias of layer 0.
+        # Batch normalization cancels the bias of layer 0, so training may leave this bias unchanged.
         if name != "0.bias":
             still = change is frozen and name.startswith("1.")
             assert torch.equal(value, start.body.state_dict()[name]) == still

@@ -47,7 +47,7 @@ def make_task(optimizer=torch.optim.SGD, lr=0.2, dropout=0.0):
 
 
 def make_stream(num_clients=2, num_tasks=2, num_rounds=2, seed=0, classes=(2, 2), **kwargs):
-    """Return a stream of noisy classes, so that the gradients of tasks conflict."""
+    """Return a stream with noisy samples of 8 classes. The noise makes the gradients of tasks conflict."""
     rng = np.random.default_rng(seed)
     y = np.arange(480) % 8
     x = (rng.normal(size=(480, 6)) + 0.7 * np.eye(8, 6)[y]).astype(np.float32)

@@ -57,7 +57,7 @@ def make_stream(num_clients=3, num_rounds=2, num_tasks=3, **kwargs):
 
 
 class Watch(Callback):
-    """Records for each round: the server's record, states of server and clients, and the previous knowledge base."""
+    """Records for each round: the record, the states of server and clients, and the previous round's knowledge base."""
 
     def __init__(self, method=None):
         self.method, self.rounds, self.known = method, [], {}

@@ -72,7 +72,7 @@ def statistics(task):
 
 
 def trained_features(task, stream, rounds=(0, 2)):
-    """Return the server model's features, in double precision, and the labels, of the samples of some rounds."""
+    """Return features and labels of the samples of some rounds. The server's model computes the features."""
     x, y = stream.get_samples(np.concatenate([rows for r in rounds for rows in stream.plan.train[r].values()]))
     with torch.no_grad():
         return copy.deepcopy(task).eval().embed(x).double().numpy(), y.numpy()

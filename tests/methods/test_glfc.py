@@ -194,7 +194,7 @@ def test_glfc_proxy_server_reconstructs_sample_of_each_class(fit, make_stream, m
         x, y = stream.get_samples(np.concatenate([*rows.values()]))
         for image, label in zip(kept["images"], kept["labels"], strict=True):
             apart = (x - image).norm(dim=1)
-            # The image is near a sample of its class. The distance is bounded by the 50 perturbation steps.
+            # Clients perturb a sample by 50 gradient steps, so the image is only near a sample of its class.
             assert apart[y == label].min() < 1.5
         assert not kept["gradients"].any()
 

@@ -50,7 +50,7 @@ class Branching(nn.Module):
 
 
 class Reuse(nn.Module):
-    """A network that uses the weights of a layer twice: by calling the layer again, or in a matrix product."""
+    """A network that uses the weights of a layer twice. The second use is a call of the layer or a matrix product."""
 
     def __init__(self, twice):
         super().__init__()

@@ -106,7 +106,7 @@ TASKS = {
 @pytest.mark.seconds
 @pytest.mark.parametrize("name", TASKS)
 def test_one_client_federation_equals_plain_trainer(fit, make_stream, make_task, assert_same, monkeypatch, name):
-    # With this replacement, BCN uses each stored sample once.
+    # The replacement takes all samples in their order, so BCN uses each stored sample once per step.
     monkeypatch.setattr(torch, "randint", lambda high, size: torch.arange(high))
     tasks = [make_task(model=copy.deepcopy(model)) for model in [with_head(type(TASKS[name]()))] * 3]
     for task, methods, strategy in zip(

@@ -288,7 +288,7 @@ def test_interrupted_round_leaves_server_unchanged(
     cut, before = run([Stop()]), run([], max_epochs=round_idx)
     for name in ("reservoir.gain", "reservoir.bias", "readout.weight"):
         assert torch.equal(cut.state_dict()[name], before.state_dict()[name]), name
-    # Round 2 trains the readout. It discards the statistics of the previous reservoir when it starts.
+    # Round 2 trains the readout. At its start, the round discards the statistics of the previous reservoir.
     if round_idx != 2:
         assert all(torch.equal(value, before.state_dict()[name]) for name, value in cut.state_dict().items())
 

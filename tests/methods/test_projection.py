@@ -20,7 +20,7 @@ pytestmark = pytest.mark.rounding
 
 
 def problem(seed, k=None, p=None, spread=False, dtype=torch.float64):
-    """Return a random gradient and constraints. With ``spread``, their scales range from 1e-6 to 1e3."""
+    """Return a random gradient and constraints. With ``spread``, the scales of the vectors range from 1e-6 to 1e3."""
     rng = np.random.default_rng(seed)
     k, p = k or int(rng.integers(1, 6)), p or int(rng.integers(2, 12))
     scales = 10 ** rng.uniform(-6, 3, (k + 1, 1)) if spread else np.ones((k + 1, 1))
@@ -29,7 +29,7 @@ def problem(seed, k=None, p=None, spread=False, dtype=torch.float64):
 
 
 def nearest(gradient, constraints):
-    """Return the projection by brute force: the nearest feasible point for all subsets of active constraints."""
+    """Return the projection by brute force: the nearest feasible point over all subsets of active constraints."""
     g, rows = gradient.double().numpy(), constraints.double().numpy()
     rows = rows / np.linalg.norm(rows, axis=1, keepdims=True)
     best = np.zeros_like(g)

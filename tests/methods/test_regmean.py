@@ -41,7 +41,7 @@ class Uploads(Callback):
 
 
 def least_squares(parts):
-    """Return the weight of one layer that best reproduces the outputs of several layers, each on the layer's inputs."""
+    """Return the weight that best reproduces the outputs of several layers. Each layer has separate inputs."""
     rows = np.concatenate([rows.numpy() for rows, _ in parts])
     wanted = np.concatenate([(rows @ weight.T).numpy() for rows, weight in parts])
     return torch.from_numpy(np.linalg.lstsq(rows, wanted, rcond=None)[0].T)
@@ -155,7 +155,7 @@ def whole(state, scale=1 / 2):
 
 
 class Merging(LoRM):
-    """LoRM that records the server's layer, with the adapter, before the layer is merged with earlier experiences."""
+    """LoRM that records the server's layer, with the adapter, before the layer is merged with earlier layers."""
 
     def process_aggregate(self, server):
         alone = RegMean.process_aggregate(self, dataclasses.replace(server, server_state=dict(server.server_state)))

@@ -93,7 +93,7 @@ def test_replay_reservoir_is_uniform_over_offered_samples(policy):
         counts[numbers(learn(Replay(kept, policy, "round"), parts, seed))] += 1
     expected = draws * kept / 30
     chi_square = ((counts - expected) ** 2 / (expected * (1 - kept / 30))).sum() * 29 / 30
-    # With 29 degrees of freedom, 0.1 % of the values are above 58.3, and 0.05 % are below 10.
+    # With 29 degrees of freedom, 0.1 % of the values are above 58.3, and 0.04 % are below 10.
     assert 10 < chi_square < 58.3
 
 

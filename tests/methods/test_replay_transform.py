@@ -126,7 +126,7 @@ def drawing_stream(**options):
 
 
 def with_noise(seed, *key):
-    """Return a function that adds noise to samples. The seed of the noise is derived from the seed and the key."""
+    """Return a function that adds noise to samples. ``seed`` and ``key`` determine the noise."""
     generator = torch.Generator().manual_seed(rng.derive_seed(seed, "replay transform", "Replay", *key))
     return lambda x: x + 0.5 * torch.stack([torch.randn(x.shape[1:], generator=generator) for _ in x])
 
@@ -375,7 +375,7 @@ def test_replay_transform_applies_to_samples_drawn_per_step(fit, make_stream, ma
             return {"x": data[0][:5], "y": data[1][:5]}
 
     class OfLastRound(Callback):
-        """Deletes the recorded calls of earlier rounds and of the trial before the first round."""
+        """Deletes the recorded calls of earlier rounds and of the trial steps before the first round."""
 
         def on_train_epoch_start(self, trainer, pl_module):
             made.clear()

@@ -25,7 +25,7 @@ OWNERS = np.array(["a", "b", "c"])[np.arange(96) % 3]
 
 
 def stream_of(clients, rounds=1, validation=0.0):
-    """Return a stream with four batches of eight samples per client, independent of the other clients."""
+    """Return a stream with four batches of eight samples per client. The samples do not depend on other clients."""
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(96, 6)).astype(np.float32), np.arange(96) // 3 % 4
     chosen = np.isin(OWNERS, list(clients))
@@ -310,10 +310,11 @@ def test_keep_optimizer_state_saves_values_in_parameter_groups(fit):
         return {client: dict(trainer.strategy.server.client_store[client]).get("optimizer", {}) for client in "ab"}
 
     for memory in kept(True).values():
-        # There are four batches in each of two rounds.
+        # Each client trains on four batches in each of two rounds.
         assert memory["0.number.0.step"].item() == 8
         assert memory["0.group.0.estimate"].item() == pytest.approx(1.1**8)
-        assert not [name for name in memory if name.endswith(".lr")]  # Schedulers may set the learning rate.
+        # Learning rates are not stored, because schedulers may set the learning rates.
+        assert not [name for name in memory if name.endswith(".lr")]
     assert kept(False) == {"a": {}, "b": {}}
 
 
@@ -396,11 +397,11 @@ class Gathers(Base):
     def validation_step(self, batch, batch_idx):
         assert (
             self.number == self.ended == 0 and self.mean == 0 and not self.teacher[0].any()
-        )  # Validation sees the server's values.
+        )  # Validation uses the server's values.
         self.validated = self.trainer.current_epoch
 
     def on_train_epoch_end(self):
-        # The last client trained this number of steps.
+        # Number of steps of the last client.
         number = self.history[-1] + 1
         assert self.number == self.ended == number and torch.isclose(
             self.total, torch.stack(self.outputs)[-number:].sum()
@@ -593,7 +594,8 @@ def test_recomputed_activations_draw_the_same_dropout(uploads, by_hand):
 
     plain, one, other = (uploads(lambda way=way: make(way), "ab") for way in (None, False, True))
     assert all(same(plain[client], one[client]) and same(plain[client], other[client]) for client in "ab")
-    assert torch.get_rng_state.__module__ == "torch.random"  # The temporary replacement was removed.
+    # Random layers temporarily replace this function. After the fit, PyTorch's function is active again.
+    assert torch.get_rng_state.__module__ == "torch.random"
 
 
 # Tests of vectorized training.

@@ -90,7 +90,7 @@ class Base(L.LightningModule):
 
 
 def hooked(base, hooks, act):
-    """Return a subclass that calls ``act(trainer, hook, batch_idx)`` before each of the hooks."""
+    """Return a subclass of ``base`` that calls ``act(trainer, hook, batch_idx)`` before each hook in ``hooks``."""
 
     def before(hook, plain):
         def called(self, *args, **kwargs):
@@ -222,7 +222,7 @@ class ClipsByStep(Base):
 
 
 class Averages(Base):
-    """A regularizer towards an average of the weights, whose decay depends on the global step."""
+    """A module that penalizes the distance of weights from a moving average. The decay depends on the global step."""
 
     def __init__(self, automatic=True):
         super().__init__(automatic)
@@ -491,9 +491,10 @@ class ByHand(Base):
     [
         # The schedule steps once per round.
         (lambda trainer, batch_idx: trainer.is_last_batch, 0.1 * 0.5**3),
-        # The schedule steps after each batch, and restarts with each client.
+        # If the schedule also steps in other batches, the rate restarts with each client.
         (lambda trainer, batch_idx: True, 0.1),
         (lambda trainer, batch_idx: batch_idx % 2 == 1, 0.1),
+        # The schedule never steps.
         (lambda trainer, batch_idx: False, 0.1),
     ],
 )

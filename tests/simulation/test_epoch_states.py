@@ -167,7 +167,7 @@ class Batches(Clients):
 
 @pytest.fixture
 def seen(fit, tmp_path):
-    """Return a function that fits with some processes, and returns each process's stored values and the Trainer."""
+    """Return a function that fits with ``number`` processes, and returns each process's values and the Trainer."""
 
     def run(number, module, stream, callback=Batches, arguments=None, **kwargs):
         folder = tmp_path / str(number)
@@ -275,7 +275,7 @@ def test_epoch_states_1_2_and_3_processes_are_equal(seen, make_stream, kind, cal
 
 
 class Validated(Network):
-    """A network that updates one metric in training and validation, and another metric only in validation."""
+    """A network that updates two metrics in both training and validation."""
 
     def training_step(self, batch, batch_idx):
         self.untouched.update(len(batch[1]))

@@ -1,4 +1,4 @@
-"""Tests of results of experiences that clients and the server store, for different participation rates."""
+"""Tests of the results that clients and the server store for experiences, for different participation rates."""
 
 import numpy as np
 import pytest
@@ -58,7 +58,7 @@ STREAMS = {
 
 @pytest.fixture
 def make():
-    """Return a function that creates a stream of four clients. The first feature of a sample is its number."""
+    """Return a function that creates a stream of four clients. The first feature of a sample is the sample's number."""
 
     def stream(wrap=None, history="round", **scenario):
         generator = np.random.default_rng(0)
@@ -152,7 +152,7 @@ def test_results_are_computed_once_with_full_participation(fit, make, make_task)
     for participation, expected in ((1.0, 8), (0.5, 16)):
         seen, stream = [], make()
         fit(small(make_task), stream, [Counts()], participation=participation, local_epochs=1)
-        # Ignore the clients of the trial before the first round.
+        # Ignore the clients of the trial steps before the first round.
         seen = [(client, round_idx) for client, round_idx in seen if client in stream.plan.clients]
         assert len(seen) == len(set(seen)) == expected
 

@@ -10,7 +10,7 @@ from lightning_fcl.simulation.growth import apply, change, is_merged, joined, sn
 
 
 def grow(value, steps):
-    """Return a snapshot of a value before some steps, and the changes by the steps, without changes that are None."""
+    """Return a snapshot of a value before the steps, and a list of the changes by the steps. None is left out."""
     start, found = snapshot(value, copies=True), []
     for step in steps:
         before = snapshot(value, copies=True)

@@ -262,7 +262,8 @@ def test_limits_of_batches_apply_to_each_client(fit, stream, assert_same, argume
         assert len(kept) == expected(len(batches))
         if "overfit_batches" not in arguments:
             assert kept == batches[: len(kept)]
-    if "overfit_batches" in arguments:  # Without shuffling, each round of an experience has the same batches.
+    # `overfit_batches` disables shuffling, so each round of an experience has the same batches.
+    if "overfit_batches" in arguments:
         assert limited.by_client[0, "0"] == limited.by_client[1, "0"]
     assert {client for _, client in limited.by_client} == {*trainer.strategy.server.record.accepted}
     given = arguments.get("limit_train_batches", arguments.get("overfit_batches", arguments.get("fast_dev_run")))
@@ -377,7 +378,7 @@ def test_tensorboard_logger_has_hparams_and_metrics(fit, stream, task, tmp_path)
     assert yaml.safe_load((tmp_path / "hparams.yaml").read_text())["num_classes"] == 10
 
 
-# Tests of systems that spawn processes, and of notebooks.
+# Tests of operating systems that spawn processes, and of notebooks.
 
 DATA = """
 import lightning as L, torch

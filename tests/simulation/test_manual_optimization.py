@@ -22,7 +22,7 @@ X = np.random.default_rng(0).normal(size=(48, 6)).astype(np.float32)
 
 
 def stream_of(clients, rounds=1):
-    """Return a stream with three batches of eight samples per client, independent of the other clients."""
+    """Return a stream with three batches of eight samples per client. The samples do not depend on other clients."""
     y, chosen = np.arange(48) // 2 % 4, np.isin(OWNERS, list(clients))
     words = {"scenario": ClassIncremental(1, rounds), "split": Split(test=0.0), "batch_size": 8, "shuffle": False}
     return FederatedStream.from_arrays(X[chosen], y[chosen], OWNERS[chosen], seed=0, **words)

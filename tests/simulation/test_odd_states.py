@@ -1,4 +1,4 @@
-"""Tests of non-finite, very large, shared or missing values in a module's state: they train or raise a clear error."""
+"""Tests of non-finite, very large, shared or missing values in a module's state: a fit works or raises an error."""
 
 import lightning.pytorch as L
 import pytest
@@ -78,7 +78,7 @@ def test_integers_beyond_double_precision_stay_exact(fit, make_stream):
 
     task, stream = Tagged(), make_stream(batch_size=1000)
     fit(task, stream, max_vectorized_clients=1, local_epochs=2)
-    # The client trains two steps in each of two rounds, and each step adds 3.
+    # Each client trains two steps in each of two rounds, and each step adds 3.
     assert task.tag.tolist() == [2**62 + 12345, 5 + 2 * 2 * 3, -(2**60) - 1]
 
 

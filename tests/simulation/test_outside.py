@@ -1,6 +1,7 @@
 """Tests of state outside the module, such as attributes of callbacks, globals and generators.
 
-A client's changes of this state do not affect the uploads of other clients. State without effect accumulates.
+A client's changes of this state do not affect the uploads of other clients. State that does not affect training keeps
+the changes of all clients.
 """
 
 import logging
@@ -37,7 +38,7 @@ STEPS = 0
 
 
 def stream_of(clients, rounds=1):
-    """Return a stream with four batches of eight samples per client, independent of the other clients."""
+    """Return a stream with four batches of eight samples per client. The samples do not depend on other clients."""
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(96, 6)).astype(np.float32), np.arange(96) // 3 % 4
     chosen = np.isin(OWNERS, list(clients))
@@ -147,7 +148,7 @@ class WarmUp(Callback):
 
 
 class Late(Callback):
-    """Zeroes gradients after ten steps. The trial, and a client with the default epochs, have at most ten steps."""
+    """Zeroes gradients after ten steps. The trial steps, and a client with two epochs, have at most ten steps."""
 
     def __init__(self):
         self.steps = 0
@@ -536,7 +537,7 @@ def test_metric_read_by_training_not_mergeable_warns(fit, caplog):
     assert "The metric `spread` is reset for each client, because training reads it" in caplog.text
 
 
-# Tests of the trial.
+# Tests of the trial steps before the first round, which find the state that must be reset for each client.
 
 
 class Writes(Noise):
@@ -553,7 +554,7 @@ class Writes(Noise):
 
 
 class Prints(Callback):
-    """Writes the number of each step to a file that is already open. Training does not change."""
+    """Writes the number of each step to a file that is already open. The callback does not affect training."""
 
     def __init__(self, path):
         self.file, self.steps = path.open("w"), 0

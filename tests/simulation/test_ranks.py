@@ -107,7 +107,7 @@ def ranks(fit, tmp_path):
 
 @pytest.fixture
 def alike(ranks):
-    """Return a function that fits with each number of processes, checks equal results, and returns the hash."""
+    """Return a function that fits with each number of processes, compares the results, and returns the hash."""
 
     def check(make, numbers=(1, 2, 3), **options):
         found = [ranks(number, *make(), **options)[:2] for number in numbers]
@@ -275,7 +275,7 @@ def places(trainer):
 
 
 class AsksWhere(Callback):
-    """Multiplies gradients by the numbers that describe the process, and by the client's counters."""
+    """Multiplies gradients by a factor that depends on the numbers of the process and on the client's counters."""
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         self.factor = 1 / (1 + trainer.global_step) + sum(places(trainer)) + (not trainer.is_global_zero)

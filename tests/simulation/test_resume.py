@@ -47,7 +47,7 @@ OPTIONS = {
 
 @pytest.mark.seconds
 @pytest.mark.parametrize(
-    # The cases contain each pair of values of two arguments.
+    # For any two arguments, the cases contain each pair of their values.
     ("store", "max_vectorized_clients", "validation", "at_epoch_end"),
     [
         ("memory", 1, 0.0, True),
@@ -153,7 +153,8 @@ def test_resume_from_older_version_of_draws_raises(fit, make_stream, make_task, 
     fit(make_task(), make_stream(), callbacks(tmp_path), trainer_args=saving, **OPTIONS)
     checkpoint = torch.load(tmp_path / "round-epoch=1.ckpt", weights_only=True)
     kept = next(state for state in checkpoint["callbacks"].values() if "fingerprint" in state)
-    del kept["fingerprint"]["version of draws"]  # Version 0.1 wrote no such entry.
+    # Version 0.1 wrote no such entry.
+    del kept["fingerprint"]["version of draws"]
     torch.save(checkpoint, tmp_path / "older.ckpt")
     with raises(InvalidValueError, "version of draws", value=1, code="other-recipe"):
         fit(make_task(), make_stream(), callbacks(), ckpt_path=tmp_path / "older.ckpt", **OPTIONS)

@@ -25,7 +25,7 @@ from lightning_fcl.simulation import planning
 
 
 class Counts(Callback):
-    """Stores the number of batches of each round, from the Trainer and from its progress counters."""
+    """Stores the number of batches of each round: the Trainer's attribute, and the count of completed batches."""
 
     def __init__(self):
         self.told, self.seen = [], []

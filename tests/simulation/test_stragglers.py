@@ -228,7 +228,7 @@ def test_fedbuff_client_local_heads_stay_with_clients(fit, make_stream, make_tas
     "make", [lambda: FedBuff(ClientSpeeds(**SPREAD), 2), lambda: Deadline(ClientSpeeds(**SPREAD), 0.5)]
 )
 def test_last_round_of_each_client_is_evaluated(fit, make_stream, make_task, make):
-    """A client's last round is known in advance, so the client's model is evaluated after its last training."""
+    """The last round of a client is known in advance, so the model is evaluated after the client's last training."""
     watch, metrics = Watch(), ContinualMetrics(when="both")
     stream = make_stream(num_clients=5, rounds_per_experience=4)
     fit(make_task(), stream, [watch, metrics], synchronization=make(), participation=4, seed=5)

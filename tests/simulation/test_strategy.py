@@ -204,7 +204,8 @@ def test_client_model_predicts_as_recorded_by_metrics(fit, make_stream, make_tas
     assert ("The module is the server's model" in caplog.text) == bool(rules)
     caplog.clear()
     loaded = []
-    for client in "01230":  # Each client's model starts from the server's model.
+    # Client models start from the server's model, so the results do not depend on the order of the clients.
+    for client in "01230":
         state = trainer.strategy.client_state_dict(client)
         assert equal(task.state_dict(), server)
         with client_model(trainer, client):

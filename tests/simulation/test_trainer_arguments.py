@@ -194,7 +194,8 @@ def test_log_every_n_steps_counts_batches_of_all_clients(fit, make_stream, make_
     batch, step = lines[0].index("batch"), lines[0].index("step")
     logged = [(float(line[batch]), int(line[step])) for line in lines[1:] if line[batch]]
     assert logged == [(n, n) for n in range(2, trainer.global_step, 3)]
-    assert len(seen) == trainer.global_step > max(seen)  # Hooks see the client's steps.
+    # In hooks, `global_step` counts the steps of the current client.
+    assert len(seen) == trainer.global_step > max(seen)
 
 
 @pytest.mark.argument("enable_checkpointing", "Supported. Saves the server's state after each round.")

@@ -23,7 +23,10 @@ def publish(serve, monkeypatch):
 
 @pytest.fixture
 def real(data_folder):
-    """Return a function that finds the folder of a real dataset. If the dataset is missing, the test is skipped."""
+    """Return a function that returns the root folder of the real datasets.
+
+    The test is skipped if the dataset is missing, or if ``wanted`` is given and another layout is found.
+    """
 
     def folder(data_set, wanted=None):
         try:
@@ -139,7 +142,7 @@ def cifar_contents() -> dict[str, dict]:
 
 @pytest.fixture
 def cifar(monkeypatch):
-    """Small contents of CIFAR-100, the superclasses, and functions that write contents in the published format."""
+    """Return contents of a small CIFAR-100, the superclasses, and functions that write the published format."""
 
     def files(contents) -> dict[str, bytes]:
         pickles = {name: b"\x80\x02" + python2(content) + b"." for name, content in contents.items()}

@@ -103,7 +103,7 @@ def test_load_core50_damaged_image_raises_with_path(tmp_path, damage, put, refus
 def test_load_core50_missing_frames_raise_with_folder(tmp_path, put):
     folder = put(tmp_path / "a" / "core50_128x128", FILES)
     (folder / "s10/o10/C_10_10_007.png").unlink()
-    # The videos have different lengths.
+    # Videos can have different lengths, so a missing frame does not raise an error.
     assert len(photographs.load_core50(tmp_path / "a").x) == 23
     (folder / "s10/o10/C_10_10_008.png").unlink()
     empty = tmp_path / "b" / "core50_128x128" / "s1" / "o1"

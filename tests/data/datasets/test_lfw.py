@@ -215,7 +215,7 @@ def test_load_lfw_real_data_has_known_counts(real):
     assert data.classes == tuple(sorted(data.classes))
     np.testing.assert_allclose(data.x.mean(axis=(1, 2, 3), dtype=np.float64), 0, atol=1e-5)
     np.testing.assert_allclose(data.x.std(axis=(1, 2, 3), dtype=np.float64), 1, atol=1e-5)
-    # Eyes and mouth are darker than the cheeks below the eyes, so the rows of the mean face show that it is upright.
+    # Eyes and mouth are darker than the cheeks below the eyes. The rows show that the mean face is upright.
     rows = data.x[:, 0, :, 8:40].mean(axis=(0, 2))
     assert rows[18:23].mean() < rows[28:33].mean() > rows[44:49].mean()
     famous = ("Colin_Powell", "Donald_Rumsfeld", "George_W_Bush", "Gerhard_Schroeder", "Tony_Blair")

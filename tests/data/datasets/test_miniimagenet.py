@@ -13,7 +13,7 @@ from lightning_fcl.data.datasets.readers import SOURCES
 REMEDY = "Delete this copy and get the files again."
 # Classes of each list. The order is arbitrary.
 PARTS = {"train": ("n02110341", "n01532829"), "val": ("n01855672",), "test": ("n02129165",)}
-# Width and height of the images.
+# Width and height of an image. The key is the image's number modulo 3.
 SIZES = {0: (84, 84), 1: (50, 70), 2: (33, 20)}
 
 

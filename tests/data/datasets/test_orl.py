@@ -85,7 +85,7 @@ def test_load_orl_extreme_aspect_ratio_keeps_one_row(tmp_path, put):
     put(tmp_path / "faces.npz", npz())
     x = faces.load_orl(tmp_path, size=(1, 400), normalize="none").x
     assert x.shape == (12, 1, 1, 400)
-    # Row 55 is kept. Its first pixel is repeated four times.
+    # Only row 55 is kept, and its 92 pixels are resized to 400 pixels.
     np.testing.assert_allclose(x[:, 0, 0, 0] * 255, PIXELS[:, 55, 0], atol=30)
 
 

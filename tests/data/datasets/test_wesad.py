@@ -315,8 +315,8 @@ def test_load_wesad_real_windows_are_parts_of_streams(real, tmp_path):
     shutil.copy(windows, tmp_path)
     cut, whole = (sensors.load_wesad(root, chunk=320, normalize="none") for root in (tmp_path, folder))
     assert len(cut.x) == 4449
-    # Acceleration is not resampled. So it identifies the position of each window in the streams, with its label and
-    # person.
+    # Acceleration is not resampled, so each window has the same acceleration in both layouts. The test uses this
+    # acceleration to find the window in the streams.
     place = {own.tobytes(): i for i, own in enumerate(np.ascontiguousarray(whole.x[..., :3]))}
     found = [place[own.tobytes()] for own in np.ascontiguousarray(cut.x[..., :3])]
     np.testing.assert_array_equal(whole.y[found], cut.y)

@@ -192,5 +192,5 @@ def test_scenario_fit_reduces_loss(scenario, fit):
         x, y = stream.get_samples(stream.plan.test)
         for i, trained in enumerate((task, before)):
             losses[i] += float(F.cross_entropy(trained(x), y))
-    # The measured differences were 0.09 and 0.19.
+    # The measured differences were 0.09 and 0.19 for the two scenarios.
     assert losses[0] < losses[1] - 0.04, losses

@@ -78,8 +78,7 @@ def test_fedvit_classes_and_shares_are_in_range(plan):
                 count, whole = (Y[part] == label).sum(), OF_CLASS[label]
                 assert 0.05 * whole - 0.5 <= count <= 0.1 * whole + 0.5
                 shares.append(count / whole)
-    # The numbers and shares are uniformly distributed: 200 numbers of classes from 2 to 5, and about 700 shares of
-    # samples.
+    # The values are uniformly distributed: 200 numbers of classes from 2 to 5, and about 700 shares of samples.
     assert np.bincount(numbers, minlength=6)[2:].min() > 30 and np.bincount(numbers)[:2].sum() == 0
     assert np.mean(shares) == pytest.approx(0.075, abs=0.002) and np.std(shares) == pytest.approx(0.0144, abs=0.002)
 

@@ -258,7 +258,7 @@ def test_scenario_invalid_argument_raises(call, kind, argument):
         call()
 
 
-# The numbers of samples are those of the classes of UCI HAR.
+# The classes have the same numbers of samples as in UCI HAR.
 Y = rng().permutation(np.repeat(np.arange(6), [1722, 1544, 1406, 1777, 1906, 1944]))
 
 
@@ -312,7 +312,7 @@ PEOPLE = rng(3).permutation(np.repeat(np.arange(16), [40] * 10 + [35] * 2 + [34]
 
 
 def held(plan, session, rounds=20):
-    """Return the training samples of each node in a session. Check that all its rounds have these samples."""
+    """Return the training samples of each node in a session. Check that all rounds of the session are equal."""
     for current in plan.train[session * rounds : (session + 1) * rounds]:
         assert {node: part.tolist() for node, part in current.items()} == {
             node: part.tolist() for node, part in plan.train[session * rounds].items()
