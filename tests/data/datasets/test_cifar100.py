@@ -1,4 +1,4 @@
-"""Tests of the CIFAR-100 loader: it reads the original pickles, calls no function, and names damaged files."""
+"""Tests of the CIFAR-100 loader: it reads the original pickles, runs no code in pickles, and reports damaged files."""
 
 import pickle
 

@@ -1,4 +1,4 @@
-"""Tests of the CORe50 loader: it reads the pixels of the original folders and names damaged files."""
+"""Tests of the CORe50 loader: it reads the pixels of the original folders and reports damaged files."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""Tests of the HHAR loader: it aligns the two sensors of each device on one time grid and names damaged files."""
+"""Tests of the HHAR loader: it aligns the two sensors of each device on one time grid and reports damaged files."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Tests of the LFW loader: it crops and scales faces as documented, reads both layouts, and names damaged files."""
+"""Tests of the LFW loader: it crops and scales faces as documented, reads both layouts, and reports damaged files."""
 
 import io
 

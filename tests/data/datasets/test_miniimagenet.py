@@ -1,4 +1,4 @@
-"""Tests of the MiniImageNet loader: it reads each public layout and the npz file, and names damaged files."""
+"""Tests of the MiniImageNet loader: it reads each public layout and the npz file, and reports damaged files."""
 
 import io
 from pathlib import Path

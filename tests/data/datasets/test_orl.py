@@ -1,4 +1,4 @@
-"""Tests of the ORL loader: it returns the same faces from both layouts and names damaged files."""
+"""Tests of the ORL loader: it returns the same faces from both layouts and reports damaged files."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Tests of the TinyImageNet loader: it reads the pixels of both layouts, normalizes them, and names damaged files."""
+"""Tests of the TinyImageNet loader: it reads the pixels of both layouts, normalizes them, and reports damaged files."""
 
 import io
 import re

@@ -1,4 +1,4 @@
-"""Tests of the UCI HAR loader: it reads the same data from its three layouts and names damaged files."""
+"""Tests of the UCI HAR loader: it reads the same data from its three layouts and reports damaged files."""
 
 import functools
 import io

@@ -1,4 +1,4 @@
-"""Tests of the WESAD loader: it reads its three layouts, runs no code from pickles, and names damaged files."""
+"""Tests of the WESAD loader: it reads its three layouts, runs no code from pickles, and reports damaged files."""
 
 import builtins
 import os
