@@ -52,8 +52,8 @@ _KINDS = ("mean", "percentile")
 _WIDTH = 128
 _NAMED = 8
 _PERCENTILES = (
-    "The paper's value, and the percentage of our seeds with a lower value. Equal values count half. Bold: the paper's "
-    "value is outside the range of our seeds."
+    "Each cell contains the paper's value, and the percentage of our seeds with a lower value. A seed with an equal "
+    "value counts half. A percentage is bold if the paper's value is outside the range of our seeds."
 )
 
 
@@ -192,11 +192,11 @@ def verdict_block(table: Table | None, reason: str) -> str:
     )
     text = (
         f"**{verdict_counts.verdict.capitalize()}**{scale_note}. We compare {sum(verdict_counts)} values with the "
-        "paper. Our mean is within "
+        "paper. Our mean differs from the paper's value by at most "
     )
-    text += f"{NEAR_TOLERANCE} of {verdict_counts.num_near} values, within two standard deviations over the seeds of "
-    text += f"{verdict_counts.num_within_spread} more, and "
-    text += f"further away from {verdict_counts.num_outside}. {reason}"
+    text += f"{NEAR_TOLERANCE} for {verdict_counts.num_near} of them. For {verdict_counts.num_within_spread} of them, "
+    text += "the difference is larger, but at most two standard deviations over the seeds. For "
+    text += f"{verdict_counts.num_outside} of them, the difference is larger than both limits. {reason}"
     return f"{_wrapped(text)}\n\n![Our values against the paper's values](against-paper.png)"
 
 

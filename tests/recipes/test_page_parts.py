@@ -79,7 +79,7 @@ def test_layout_percentile_shows_percentile_of_paper_value(shown):
         "0.5 IP": {"final/server": Cell({0: 0.5000001}, 0.5)},
     }
     text = shown(rows, columns={"test": "final/server"}, kind="percentile")
-    assert "Bold: the paper's value is outside the range of our seeds." in text[0]
+    assert "A percentage is bold if the paper's value is outside the range of our seeds." in text[0]
     cells = [line.split(" | ")[1].strip(" |") for line in text[4:]]
     assert cells == ["0.450, 50 %", "0.000, 5 %", "0.950, **100 %**", "0.500, 50 %"]
 
@@ -102,10 +102,10 @@ def test_layout_invalid_raises_with_reason(shown, content, message):
 
 def test_verdict_block_contains_counts_and_reason(make_pages):
     text = make_pages.verdict_block(table(), "The data differs.")
-    assert text.startswith(
-        "**Partly reproduced**. We compare 4 values with the paper. Our mean is within 0.05 of 2 values,"
-    )
-    assert text.replace("\n", " ").split(" ![")[0].strip().endswith("further away from 2. The data differs.")
+    paragraph = " ".join(text.split("\n\n")[0].split())
+    assert paragraph.startswith("**Partly reproduced**. We compare 4 values with the paper. Our mean differs")
+    assert "by at most 0.05 for 2 of them. For 0 of them, the difference is larger, but at most two" in paragraph
+    assert paragraph.endswith("For 2 of them, the difference is larger than both limits. The data differs.")
     assert "(against-paper.png)" in text
     assert "at the scale `small`, compared with values at the paper's" in make_pages.verdict_block(
         table(scale="small"), ""
