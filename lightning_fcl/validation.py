@@ -113,9 +113,9 @@ def require_package(module: str, for_what: str, extra: str | None = None) -> Mod
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        missing, wanted = (error.name or module).partition(".")[0], module.partition(".")[0]
+        missing, package = (error.name or module).partition(".")[0], module.partition(".")[0]
         requirement = f'"lightning-fcl[{extra}]"' if extra else _DISTRIBUTIONS.get(missing, missing)
-        purpose = for_what if missing == wanted else f"`{wanted}` imports"
+        purpose = for_what if missing == package else f"`{package}` imports"
         absent = MissingPackageError(
             f"Expected `{missing}`, which {purpose}, but it is not installed.",
             hint=f"Run `pip install {requirement}`.",

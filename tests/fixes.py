@@ -477,7 +477,7 @@ ROWS |= {
         fit_plateau, {}, {"validation": 0.25}, "Pass `split=Split(validation=0.1)` to the stream"
     ),
     "ReduceLROnPlateau of training": Row(
-        fit_plateau, {}, {"monitor": "train/loss"}, "monitor a metric logged in training"
+        fit_plateau, {}, {"monitor": "train/loss"}, "monitor a metric that training logs"
     ),
     "ReduceLROnPlateau by step": Row(
         fit_plateau, {"interval": "step", "validation": 0.25}, {"interval": "epoch"}, '`"interval": "epoch"`'
@@ -1953,7 +1953,7 @@ ROWS |= {
         fit_lists,
         {"collate_fn": batch_of_lists, "callbacks": [Replay(8)]},
         {"callbacks": []},
-        "Or remove `Replay`.",
+        "or remove `Replay`.",
         InvalidTypeError,
     ),
     "LwF without logits": Row(

@@ -317,7 +317,7 @@ ROWS |= {
         name_file,
         {"name": "models/model.yaml"},
         {"name": "../models/model.yaml"},
-        "Write ../models/model.yaml: file names are relative to",
+        "Write ../models/model.yaml: file names are relative to the folder of",
     ),
     "unknown recipe, name from the list": Row(
         lambda lab, name=None: find_recipe(name or listed_name(lab, "ls recipes")),

@@ -213,7 +213,7 @@ ROWS |= {
         check_machines,
         {"nodes": 2},
         {"nodes": 1},
-        "Set these variables as described in docs/scale.md, or remove `num_nodes`.",
+        "Set the missing variables as described in docs/scale.md, or remove `num_nodes`.",
     ),
     "claim of a method": Row(
         lambda lab, kind: get_statements(kind),

@@ -714,7 +714,7 @@ ROWS |= {
         lambda lab, name: find_recipe(str(lab.run() / name)),
         {"name": "nothing"},
         {"name": "config.yaml"},
-        "or a YAML file",
+        "Pass a YAML file.",
         MissingFileError,
     ),
     "unknown recipe": Row(

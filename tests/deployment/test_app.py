@@ -142,13 +142,13 @@ class Sensors(L.LightningDataModule):
 
 def test_read_recipe_not_deployed_raises(tmp_path):
     (tmp_path / "recipe.yaml").write_text("model: {}")
-    with pytest.raises(ValueError, match="that `lightning-fcl deploy` has written"):
+    with pytest.raises(ValueError, match="that `lightning-fcl deploy flower` has written"):
         read_recipe(tmp_path / "recipe.yaml")
 
 
 def test_client_plan_wrong_number_of_rounds_raises():
     outline = ClientOutline("a", ("x",), ("x",), True, (0, 0), ((0,),), (), (), ((0,), ()), ((), ()))
-    with pytest.raises(RejectedMessageError, match="a column for each of 2 rounds, but got 3"):
+    with pytest.raises(RejectedMessageError, match="one column per round .number of rounds: 2., but the number of columns is 3"):
         client_plan(outline, np.zeros(4, int), np.ones((4, 3), bool), 0)
 
 
