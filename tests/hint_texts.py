@@ -1,6 +1,6 @@
 """Static analysis that finds the texts of hints in a package.
 
-A hint is the argument `hint=` of a call. If it is a name or a call, the analysis finds the texts behind it.
+A hint is the argument `hint=` of a call. If the hint is a name or a call, the analysis finds its possible texts.
 """
 
 import ast
@@ -11,7 +11,7 @@ from pathlib import Path
 
 HOLE = "\0"  # Placeholder for a value that is known only at run time.
 MOST = 64  # maximum number of texts of one hint
-# For functions whose text depends on a value: the constant part of the text.
+# Texts that these functions return, with `HOLE` for values.
 GENERAL = {"did_you_mean": f"Did you mean {HOLE}?", "explain": HOLE}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -25,7 +25,7 @@ class Site:
         file: Path of the file in the package.
         function: Names of the class and the function around the call.
         line: Line of the hint.
-        text: Text of the hint, with `HOLE` for values. Empty if the text comes from outside the package's constants.
+        text: Text of the hint, with `HOLE` for values. Only `HOLE` if the analysis finds no constant text.
     """
 
     file: str
@@ -124,7 +124,7 @@ class Package:
             case ast.FormattedValue(value=ast.Constant() | ast.IfExp() as part):
                 return again(part)
             case ast.FormattedValue(value=ast.Name(id=name)):
-                return self.named(name, module, (), seen)  # The name is a constant of the module.
+                return self.named(name, module, (), seen)  # Only constants of the module are resolved here.
             case ast.BinOp(left=left, op=ast.Add(), right=right):
                 return joined([again(left), again(right)])
             case ast.IfExp(body=body, orelse=orelse):

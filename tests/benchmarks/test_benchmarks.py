@@ -25,7 +25,7 @@ RUNS = {
     ),
     "durable_files": ([str(FOLDER.parent), "--pairs", "1", "--rounds", "1"], ["median"]),
     "what_lasts": (["--help"], ["--seeds"]),
-    # Even the smallest run takes almost a minute.
+    # Even the smallest run takes almost a minute, so only `--help` runs.
     "reservoir": (["--help"], ["--quick"]),
 }
 

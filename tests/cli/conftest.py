@@ -18,7 +18,7 @@ def tiny(tmp_path, small_recipe):
 
 @pytest.fixture
 def reports():
-    """Allow the runs of a test to write reports, which other tests do not write."""
+    """Let the runs of a test write reports. Without this fixture, runs write empty reports."""
 
 
 @pytest.fixture(autouse=True)

@@ -40,7 +40,10 @@ for words in json.loads(sys.argv[1]):
 
 @pytest.fixture(scope="module")
 def helps():
-    """Return the help text, the processor time since process start, and the imported large packages by command."""
+    """Return a dict by command. A value is a list of the help text, the CPU seconds so far, and the large imports.
+
+    CPU seconds are counted from the start of the process. Large imports are torch and lightning.
+    """
     every = [["--help"], *([name, "--help"] for name in COMMANDS)]
     words = [sys.executable, "-c", HELPS, json.dumps(every)]
     lines = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
@@ -146,7 +149,7 @@ def test_damaged_checkpoint_error_suggests_earlier_one(tiny, tmp_path, error_of,
 
 @pytest.mark.seconds
 def test_checkpoint_hyperparameters_are_not_instantiated(tiny, tmp_path):
-    """LightningCLI alone creates the optimizer or module that the hyperparameters of a checkpoint name."""
+    """LightningCLI creates each class that the hyperparameters of a checkpoint name. `FederatedCLI` does not."""
     out, marker = tmp_path / "out", tmp_path / "marker"
     main(["fit", *tiny, "--out", str(out)])
     (path,) = (out / "checkpoints").glob("*.ckpt")
@@ -217,7 +220,7 @@ def test_single_file_recipe_contains_its_command(paper):
 @pytest.mark.parametrize("search", sorted(RECIPES.glob("*/search*.yaml")), ids=lambda path: path.stem)
 def test_every_search_file_is_valid(search):
     content = yaml.safe_load(search.read_text())
-    # With a row, the recipe of the row comes before the files of `configs`.
+    # If a search belongs to a row, its `configs` are merged into the recipe of the row.
     row = "GEM own head no margin" if "scale" in content else None
     for name, entry in expand_grids(yaml.safe_load((search.parent / "rows.yaml").read_text())).items():
         row = name if entry.search == search.name else row
@@ -386,7 +389,7 @@ ODFCL = paper_rows(RECIPES / "odfcl", None)
 # all rows.
 ALIKE = r"naive at|swarm of [125]$|fine-tuning: |ODFCL: |joint training: base|ridge: ORL"
 TRIED = [row for row in ODFCL if not re.search(ALIKE, row)]
-# Except for the row ODFCL, the tests of these rows are slow. `make recipes` runs them if the dataset is available.
+# Except for the row ODFCL, the tests of these rows are slow.
 SLOW_ROW = {
     row: [pytest.mark.slow] if re.search("swarm|ridge", row) else [pytest.mark.slow, pytest.mark.long] for row in TRIED
 }
@@ -443,7 +446,7 @@ def test_odfcl_rows_smoke_scale_communicate_expected_bytes(data_folder, short, t
     up, down = (32_328, 6_400) if "ODFCL-ridge" in row else (24_040, 24_040)
     sums, counts = {"ODFCL from ridge regression": (33_048, 0), "balanced softmax": (40, 40)}.get(row, (0, 0))
     for number, entry in enumerate(record["rounds"]):
-        # These statistics are uploaded only in the first round of a session.
+        # Ridge statistics and class counts are uploaded only in the first round of a session.
         once = sums if number % rounds == 0 else 0
         for way, size in (("upload_bytes", up + once), ("download_bytes", down + counts)):
             assert {c: n for c, n in entry[way].items() if c != entry["master"]} == {

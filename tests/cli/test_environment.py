@@ -11,7 +11,7 @@ MAIN = [sys.executable, "-m", "lightning_fcl.cli.main"]
 
 @pytest.fixture
 def run(tmp_path):
-    """Return a function that runs a shell command with $FCL as the command line.
+    """Return a function that runs a shell script. In the script, $FCL starts the command line of the library.
 
     The function returns the exit status and the error output.
     """
@@ -91,7 +91,7 @@ FILES = {
     ],
 )
 def test_command_endless_file_prints_one_message(tmp_path, monkeypatch, capsys, kind, words, error_of):
-    """The file is a pipe without a writer or an endless device. A command that read it would never end."""
+    """The file is a pipe without a writer or an endless device. A command that reads the file would never end."""
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "file.yaml"
     FILES[kind](file)

@@ -93,7 +93,7 @@ def test_newest_checkpoint_ignores_file_times(words, begun, capsys):
     os.utime(folder / "before.ckpt", (2e9, 2e9))  # `cp -r` changes the times of files.
     assert newest_checkpoint(folder) == folder / "last.ckpt"
     main(["fit", str(begun), "--ckpt_path", str(folder / "before.ckpt"), "--trainer.max_epochs", "3"])
-    assert len(get_record(begun)["rounds"]) == 3  # An older checkpoint can be passed by name.
+    assert len(get_record(begun)["rounds"]) == 3  # `--ckpt_path` can select an older checkpoint.
 
 
 @pytest.mark.seconds
@@ -110,7 +110,7 @@ def test_fit_in_locked_folder_raises_with_process_id(words, begun, error_of):
                                           str(begun / "checkpoints" / "last.ckpt")]):  # fmt: skip
         assert f"but process {process.pid} on " in error_of(command)
     assert contents(begun) == before
-    process.kill()  # The lock is released, although the lock file remains.
+    process.kill()  # Killing the process releases the lock, although the lock file remains.
     process.communicate()
     main(["fit", str(begun), "--trainer.max_epochs", "3"])
     assert not (begun / ".lock").exists()
@@ -147,7 +147,7 @@ def test_checkpoint_outside_of_run_contains_whole_record(words, begun, tmp_path,
     main(["fit", *words, "--config", str(more), "--out", str(tmp_path / "run"), "--trainer.max_epochs", "2"])
     (whole, _) = sorted((tmp_path / "outside").glob("*.ckpt"))
     assert len(torch.load(whole, weights_only=True)["callbacks"]["ContinualMetrics"]["record"]["rounds"]) == 1
-    # A checkpoint outside of its run contains the whole record, and can be resumed in any folder.
+    # A checkpoint outside of its run contains the whole record. A fit in any folder can resume from this checkpoint.
     main(["fit", *words, "--ckpt_path", str(whole), "--out", str(tmp_path / "on")])
     assert torch.load(last, weights_only=True)["callbacks"]["ContinualMetrics"]["record"].keys() == {"bytes", "sha256"}
     shutil.copy(last, kept)

@@ -104,7 +104,7 @@ def start(tmp_path):
         environment = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(tmp_path / "tmp"), "OMP_NUM_THREADS": "1"}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         # Handle signals as in a terminal. A shell's background processes ignore Ctrl-C, and `nohup` ignores SIGHUP.
-        # Child processes inherit this.
+        # Child processes inherit these settings.
         heard = (
             "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
             "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
@@ -147,7 +147,7 @@ def test_fit_signal_stops_after_round_and_resumes_identically(recipe, start, tmp
     sends = {"class_path": "for_a_test.Sends", "init_args": {"signals": name}}
     own = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": {"every_n_epochs": 4}}
     files = recipe(sends, min_epochs=4)
-    if name == "SIGTERM":  # No checkpoint is due in the interrupted round.
+    if name == "SIGTERM":  # With this callback, no checkpoint is due in the interrupted round.
         content = yaml.safe_load(files[1].read_text())
         content["trainer"]["callbacks"].append(own)
         files[1].write_text(yaml.safe_dump(content))
@@ -189,8 +189,8 @@ def test_fit_second_signal_stops_at_once(recipe, start, tmp_path, names, code):
 def side_by_side(recipe, start, tmp_path, workers=2):
     """Start a command that trains runs in two worker processes.
 
-    Return once `workers` worker processes are in the middle of a round. The result is the process of the command, and
-    a process descriptor (pidfd) for each worker.
+    Wait until ``workers`` worker processes are in the middle of a round. Return the process of the command, and a list
+    of process descriptors (pidfd), one per worker.
     """
     os.mkfifo(tmp_path / "pipe")
     files = recipe({"class_path": "for_a_test.Waits", "init_args": {"pipe": str(tmp_path / "pipe")}}, logger=False)

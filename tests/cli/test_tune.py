@@ -54,7 +54,8 @@ def search(tmp_path, recipe):
 def pretend(monkeypatch):
     """Return a function that replaces the training of runs and the drawing of charts by fakes.
 
-    By default, the objective of a fake run is its learning rate. A given function computes it from the recipe instead.
+    By default, the objective of a fake run is its learning rate. If a function is given, it computes the objective
+    from the recipe.
     """
     seen = []
 

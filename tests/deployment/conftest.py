@@ -1,4 +1,4 @@
-"""Fixtures that simulate a recipe and deploy it. The nodes are in this process or on SuperNodes."""
+"""Fixtures that simulate a recipe and deploy it. The client nodes run in this process or on SuperNodes."""
 
 import json
 import shutil
@@ -53,14 +53,14 @@ def load(path):
 
 
 def over(base, more):
-    """Return `base` with the values of `more`. Dicts are merged, but a dict with a `class_path` replaces a value."""
+    """Return `base` updated with `more`. Nested dicts are merged, but a dict with a `class_path` replaces a value."""
     if isinstance(base, dict) and isinstance(more, dict) and "class_path" not in more:
         return {**base, **{name: over(base.get(name), value) for name, value in more.items()}}
     return more
 
 
 class Wire:
-    """A link to nodes in this process. All messages and answers are converted to Flower's records and back."""
+    """A link to nodes in this process that converts all messages and answers to Flower's records."""
 
     def __init__(self, nodes):
         self.reached = dict(enumerate(nodes, start=7))
@@ -79,7 +79,7 @@ class Wire:
         # The answers are in reverse order, because the result must not depend on the order.
         for message in reversed(messages):
             number, given = self.sent[message]
-            if given is None:  # The node has already handled this message without an answer.
+            if given is None:  # The node has already handled this message.
                 continue
             self.sent[message] = number, None
             parcel = unpack(to_record(given))
@@ -223,7 +223,10 @@ def machines(tmp_path):
 
 @pytest.fixture(scope="module")
 def connect(tmp_path_factory):
-    """Return a function that simulates a recipe, and starts a SuperLink with a SuperNode for each client."""
+    """Return a function that simulates a recipe, and starts a SuperLink with a SuperNode for each client.
+
+    The function returns the recipe, the fit of the simulation, and the `Machines`.
+    """
     made = []
 
     def connected(recipe, beat):

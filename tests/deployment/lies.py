@@ -28,7 +28,8 @@ def server_with(state, rule="mean"):
 def read_upload(message, sent, client, server, limits):
     """Parse an upload as the server does.
 
-    Return the numbers of samples and replay samples, whether training has diverged, and the decoded state.
+    Return a namespace with the numbers of samples and replay samples, whether training has diverged, and the decoded
+    state. The state is empty if the upload has no samples.
     """
     upload = parse_upload(message.record(), sent, client, server.state, limits)
     state = {}
@@ -73,7 +74,7 @@ def without(*words):
 
 
 def holding(**records):
-    """Return a function that returns a message with added or replaced records. A record of None is removed."""
+    """Return a function that returns a message with added or replaced records. A record whose value is None is removed."""
     return lambda message: replace(message, others=records)
 
 
@@ -84,7 +85,7 @@ def first(message):
 
 
 def put(data=None, dtype=None, shape=None, stype=None):
-    """Return a function that changes the bytes, type, shape or encoding of the array that `first` names.
+    """Return a function that changes the bytes, type, shape or encoding of one array. `first` selects the array.
 
     ``data`` is the new bytes, or a function of the old bytes.
     """
@@ -125,7 +126,7 @@ def more(name):
 
 
 def less(message):
-    """Return the message without the array that `first` names."""
+    """Return the message without one array. `first` selects the array."""
     name = first(message)
     return replace(message, arrays={n: v for n, v in message.arrays.items() if n != name})
 

@@ -78,7 +78,7 @@ class Fork:
 
 
 class Machines:
-    """A SuperLink, SuperNodes and their executors as processes on the loopback interface. `close` ends all of them."""
+    """A SuperLink, SuperNodes and their executors as processes on the loopback interface. `close` ends the processes."""
 
     def __init__(self, folder, words=("--insecure",), trust=("--insecure",)):
         self.folder, self.trust, self.running, self.ports = folder, list(trust), {}, {}
@@ -122,7 +122,7 @@ class Machines:
         self.start(name, "flower-supernode", *self.trust, *own, "--node-config", config, *more)
 
     def executor(self, name):
-        """Start the executor of a SuperNode: a fork of a process that has imported the packages."""
+        """Start the executor of a SuperNode as a fork of a process that has already imported the required packages."""
         if "executors" not in self.running:
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
             self.start("executors", "python", "-c", EXECUTORS, **pipes)

@@ -83,7 +83,7 @@ def test_join_request_invalid_has_reason(kind):
 
 
 def test_upload_near_float32_maximum_raises_for_each_reduction():
-    """The limit is the same for every reduction, because Krum and server optimizers need sums of squares."""
+    """The limit is the same for every reduction, because Krum and server optimizers compute sums of squares."""
     for rule in ("mean", "sum", "sparse_mean", "median", "krum"):
         honest, _, read = answer_to(server_state(), rule)
         read(honest)
@@ -98,7 +98,7 @@ def test_upload_near_float32_maximum_raises_for_each_reduction():
 
 @pytest.mark.parametrize("kind", [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.float16])
 def test_upload_narrow_type_raises_if_sum_would_overflow(kind):
-    """If the sum could overflow, only the answer of this client is rejected, and the round continues."""
+    """One upload is rejected if the sum over all clients can exceed the largest value of the type."""
     largest = float(torch.finfo(kind).max if kind.is_floating_point else torch.iinfo(kind).max)
     honest, _, read = answer_to({"count": torch.tensor([3, 4]).to(kind)}, "sum")
     read(Message.of(Parcel(honest.head, {"count": torch.tensor([0, 9]).to(kind)})), replace(LIMITS, num_clients=3))
@@ -137,7 +137,7 @@ def test_max_update_norm_uses_averaged_floating_point_tensors():
 
 
 def test_read_upload_unexpected_error_becomes_rejection(monkeypatch):
-    """Memory errors, recursion errors and text errors also become a RejectedMessageError."""
+    """Memory, recursion, overflow, Unicode and key errors also become a RejectedMessageError."""
     honest, _, read = answer_to(server_state())
     for error in (
         MemoryError(),

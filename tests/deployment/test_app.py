@@ -133,7 +133,7 @@ class Sensors(L.LightningDataModule):
     set_node_data(stream, data, ClientOutline("a", names, names, True, (0,), tasks, (), (), ((0, 1, 2),), ((),)))
     batch = stream.on_after_batch_transfer([torch.ones(2, 2), torch.zeros(2)], 0)
     assert torch.equal(batch[0], torch.ones(2, 2) / 255) and stream.batch_size == 3
-    # In a round of the server, the only batch is empty.
+    # On the server, each round has one empty batch. The hook returns this batch unchanged.
     empty = [torch.empty(0), torch.empty(0)]
     assert stream.on_after_batch_transfer(empty, 0) is empty
     with pytest.raises(ValueError, match="as files, but `Sensors` overrides `on_after_batch_transfer`"):

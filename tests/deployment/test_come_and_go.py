@@ -22,7 +22,7 @@ class Clock:
 
     def __init__(self):
         self.now = 100.0
-        # Functions that run once. The key of a function is the number of seconds until it runs.
+        # Functions that run once. The key of a function is the number of seconds from the start until the call.
         self.later = {}
 
     def monotonic(self):
@@ -39,7 +39,7 @@ class Air:
 
     def __init__(self, clock):
         self.clock, self.numbers, self.there, self.sent, self.log = clock, count(), {}, {}, []
-        # The key of each node, and the number of seconds that its answers take.
+        # By node number: the public key of the node, and the number of seconds until its answers arrive.
         self.keys, self.takes = {}, {}
         self.answers_of_the_gone = "it is gone"
 

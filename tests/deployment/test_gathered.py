@@ -1,4 +1,4 @@
-"""Tests that a server rejects modules whose training steps gather values that change the state."""
+"""Tests that a server rejects a module whose end-of-epoch hook sets state from values of the training steps."""
 
 import pytest
 

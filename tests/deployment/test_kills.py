@@ -27,7 +27,7 @@ def started(connect):
 
 @pytest.fixture
 def connected(started):
-    """Delete the results of earlier runs. Return the recipe, its simulation, and a SuperLink that all tests share."""
+    """Return the recipe, its simulation, and a SuperLink that all tests share. Delete the results of earlier runs."""
     one, _, _ = started
     one.anew()
     return started
@@ -59,7 +59,7 @@ def test_killed_and_restarted_processes_equal_simulation(connected, moments):
     def rest(client):
         """Stop the executor of a client at a time when its SuperNode sends no answer.
 
-        Otherwise, the SuperNode has only a part of an answer and waits forever.
+        Otherwise, the SuperNode can receive only a part of an answer, and then waits forever.
         """
         at.signal(f"{client}-stays", signal.SIGSTOP)
         time.sleep(1)

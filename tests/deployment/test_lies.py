@@ -1,6 +1,6 @@
 """Tests that invalid answers of one client end no round.
 
-The result is bitwise identical to the honest clients' model.
+The resulting model is bitwise identical to the model that the honest clients train alone.
 """
 
 import json

@@ -207,10 +207,7 @@ def test_read_data_wrong_module_argument_names_node_config():
 
 
 def test_node_config_sets_columns_and_arguments():
-    """Values of the node config override the run configuration.
-
-    Flower requires each of these names in the run configuration.
-    """
+    """Values of the node config override values of the run configuration. Both can set columns and arguments."""
     from types import SimpleNamespace
 
     run = {"target": "label", "features": "a, b", "init_args.window": 5, "data": "server.csv", "clients": ""}
@@ -249,7 +246,7 @@ def test_read_data_invalid_part_raises_with_fix(tmp_path):
         ) as caught:
             read_data(path, for_server=True)
         assert caught.value.argument == "part"
-    # Follow the hint of the last message: remove the sample.
+    # Follow the hint of the last message: remove sample 79.
     np.savez(path, x=x[:79], y=y[:79], part=np.array(["test"] * 79))
     assert len(read_data(path, for_server=True).samples) == 79
     np.savez(path, x=x, y=y, part=np.array(["test", "validation"] * 40))

@@ -1,4 +1,4 @@
-"""Tests of damaged files of a node. The node computes them again if possible. Otherwise, one error contains the fix."""
+"""Tests of damaged files of a node. The node restores a file if possible. Otherwise, it raises an error with a fix."""
 
 import json
 import shutil
@@ -38,7 +38,7 @@ def state_before(folder, number):
 def test_damaged_round_file_is_computed_again(tmp_path, content):
     train(tmp_path, range(3))
     (tmp_path / "round.json").write_bytes(content)
-    assert state_before(tmp_path, 2) == [0, 1]  # The node repeats round 2.
+    assert state_before(tmp_path, 2) == [0, 1]  # The node starts round 2 again.
     train(tmp_path, [2])
     (tmp_path / "round.json").write_bytes(content)
     assert state_before(tmp_path, 3) == [0, 1, 2]

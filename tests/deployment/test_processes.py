@@ -39,7 +39,7 @@ def made(folder, program, node="0"):
 
 
 def test_only_registered_supernodes_train_with_tls(rehearsal, machines, tmp_path):
-    """The result is identical to the simulation. One SuperNode has the executor that the page starts.
+    """The result is identical to the simulation. One SuperNode uses the executor command from the page.
 
     A SuperNode that does not trust the SuperLink's certificate, or whose key is not registered, gets no message.
     """

@@ -28,7 +28,7 @@ def deployed(rehearsal):
 
 @pytest.fixture
 def asked(deployed, wire):
-    """Return a node, and the first message with a state that the node got."""
+    """Return a node, and the first message with model state that the server sent to this node."""
     link = wire(deployed.nodes())
     deployed.serve(link, min_clients=3)
     number, sent = next((number, parcel) for number, parcel in link.asked if parcel.state)

@@ -46,7 +46,7 @@ def test_server_and_nodes_killed_in_round_resume_identically(answered, rehearsal
 
 @pytest.mark.seconds
 def test_key_keeps_its_client_after_server_restart(rehearsal, wire, caplog):
-    """A node with another key cannot claim the client of a key. Here, the restarted server requires registered keys."""
+    """A node cannot claim a client that belongs to another key. Here, the restarted server requires registered keys."""
     one = rehearsal()
     one.simulate()
 

@@ -30,7 +30,7 @@ RECIPE = {
         },
     },
 }
-# Layers of DSICNet: number of output positions, input channels and output channels.
+# For each layer of DSICNet: the numbers of output positions, input channels and output channels.
 STEM = (32 * 24, 1, 16)
 PAIRS = [
     (32 * 24, 16, 32),
@@ -40,7 +40,7 @@ PAIRS = [
     (8 * 6, 64, 64),
     (4 * 3, 64, 64),
 ]
-# Stem, depthwise and pointwise layer of each pair, and the last depthwise layer.
+# MACs of the stem, of the depthwise and pointwise layer of each pair, and of the last depthwise layer.
 BACKBONE_MACS = 9 * STEM[0] * 16 + sum(n * a * 9 + n * a * b for n, a, b in PAIRS) + 12 * 64 * 9
 HEAD_MACS = 12 * 64 * 80 + 80 * 10
 
@@ -96,7 +96,7 @@ def test_device_report_federated_epoch_equals_paper(report):
 
 
 def test_device_report_memory_equals_paper(report):
-    # The sum has the elements of the weights with the folded bias, of the input, and of the output.
+    # The sum counts the elements of the weights, the folded bias, the input and the output. Each element has 4 bytes.
     pointwise = 4 * (64 * 80 + 80 + 64 * 12 + 80 * 12)
     learning = report["memory"]["learning"]
     assert learning["bytes"] == pointwise == pytest.approx(29_000, rel=0.05)
@@ -223,7 +223,7 @@ def test_footprint_int8_layer_is_counted_unchanged():
 def test_macs_of_dsicnet_equal_hand_count(dsicnet, report):
     assert report["macs"]["frozen_forward"] == BACKBONE_MACS
     assert report["macs"]["trained_forward"] == HEAD_MACS
-    # The sum has the gradients of the weights of both layers, and of the input of the classifier.
+    # The sum counts the gradients of the weights of both layers, and the gradient of the input of the classifier.
     assert report["macs"]["learning"] == HEAD_MACS + 80 * 10
     whole = measure_footprint(dsicnet, IMAGE)
     forward, backward = hand_macs([9 * STEM[0] * 16, BACKBONE_MACS + HEAD_MACS - 9 * STEM[0] * 16])

@@ -9,7 +9,7 @@ ROWS = {
     "one": {
         # The values 0.510 and 0.560 differ by 0.05 after rounding, which counts as near.
         "accuracy/server": Cell({0: 0.50, 1: 0.52}, 0.56),
-        # The difference from the mean is 0.1. This is within 2 standard deviations of 0.071.
+        # The difference from the mean, 0.1, is within 2 standard deviations. The standard deviation is 0.071.
         "loss/server": Cell({0: 0.50, 1: 0.60}, 0.65),
         "bytes/server": Cell({0: 1.0}),
     },

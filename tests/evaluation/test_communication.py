@@ -1,4 +1,4 @@
-"""Tests of the volume and time of the communication, compared with sums by hand."""
+"""Tests of the volume and time of the communication, compared with sums that are computed by hand."""
 
 import numpy as np
 import pytest

@@ -16,7 +16,10 @@ EDGES = [-1.0, -0.5, 0.0, 0.5, 1.0]
 
 
 def results(seed=0, experiences=4, owners=("ann", "2"), names=("sit", "walk", "run", "2")):
-    """Return a run with two rounds in each class-incremental experience. The server is tested in the second round."""
+    """Return a run with two rounds in each class-incremental experience.
+
+    The server is tested in the second round of each experience.
+    """
     rng = np.random.default_rng(seed)
     rounds, entries = [], []
     for r in range(2 * experiences):
@@ -164,7 +167,10 @@ def test_experience_names_long_or_equal_returns_numbers():
 
 
 def study(seed=0, tasks=3, scale=1.0, clients="ab"):
-    """Return a run with two rounds per task. Each client has its own order of tasks and is tested after each task."""
+    """Return a run with two rounds per task. Each client has its own order of tasks.
+
+    Clients are tested after each task. The server is tested after each round.
+    """
     rng = np.random.default_rng(seed)
     order = {client: [[2 * t, 2 * t + 1] for t in rng.permutation(3)[:tasks].tolist()] for client in clients}
     rounds = []
@@ -189,7 +195,10 @@ def study(seed=0, tasks=3, scale=1.0, clients="ab"):
 
 
 def by_hand(run):
-    """Return the clients' mean values of average accuracy and forgetting after each task, in plain Python."""
+    """Return the average accuracy after each task, and the forgetting after each task except the first.
+
+    Both results are means over clients.
+    """
     record, accuracies, forgettings = run["record"], [], []
     for client, tasks in record["tasks"].items():
         if client == "server":
@@ -229,8 +238,8 @@ def test_write_figures_communication_equals_sums_by_hand(tmp_path, drawn):
     rows = {"A": [study(0), study(1, scale=3.0)], "B": [study(2)], "C": [study(3)]}
     shown = {"all": {"first": "A", "second": "B", "third": "C"}, "one": {"third": "C"}}
     write_figures(tmp_path, [figure(kind="communication", panels=shown)], rows)
-    # One client and two clients train alternately. In round r, a client sends 1000 + 100 r bytes and receives 3000
-    # bytes.
+    # Rounds alternate between one and two training clients. In round r, a client sends 1000 + 100 r bytes and receives
+    # 3000 bytes.
     up, down = sum((1 + r % 2) * (1000 + 100 * r) for r in range(6)), 9 * 3000
     bars = drawn[0]["datasets"]["volumes all"]
     expected = [[0, 2 * up], [2 * up, 2 * up + 2 * down], *2 * [[0, up], [up, up + down]]]

@@ -1,4 +1,4 @@
-"""Tests of metrics of continual learning, compared with a slow reference and with values by hand."""
+"""Tests of metrics of continual learning, compared with a slow reference and with values computed by hand."""
 
 import json
 import math
@@ -17,9 +17,10 @@ CLIENTS = ("client1", "7", "generalized")
 
 
 def fine_tuning_record():
-    """Return a record of a client that learns class 1 in rounds 0-3 and class 2 in rounds 4-7.
+    """Return a record of two clients and the server.
 
-    The client predicts only the current class and class 5 correctly.
+    `client1` learns class 1 in rounds 0-3 and class 2 in rounds 4-7. It predicts only the current class and class 5
+    correctly. `generalized` has all classes in one task.
     """
     rounds = []
     for r in range(8):
@@ -228,7 +229,7 @@ def test_matrices_repeated_group_counts_once():
 
 
 def test_forgetting_uses_best_value_since_task_was_learned():
-    # Task 1 is best after task 2. The accuracy on task 2 before it was learned (.9) does not count.
+    # Task 1 has its best accuracy after task 2. The accuracy of 0.9 on task 2 before it was learned does not count.
     matrix = [[0.6, 0.9, 0.0], [0.8, 0.7, 0.0], [0.5, 0.6, 1.0]]
     assert forgetting(matrix, 3) == pytest.approx(((0.8 - 0.5) + (0.7 - 0.6)) / 2)
     assert forgetting(matrix, 2) == pytest.approx(0.6 - 0.8)

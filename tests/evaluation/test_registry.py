@@ -40,7 +40,8 @@ def test_metric_record_is_complete(metric):
     assert metric.direction in ("maximize", "minimize", "quantity")
     description = metric.description
     assert 10 < len(description) <= 120 and description == description.strip() and not description.endswith(".")
-    # If the quantity determines the direction, description and measure name contain a placeholder for the quantity.
+    # If the quantity determines the direction, the description contains a placeholder for the quantity. The measure
+    # name, if any, contains a placeholder for the measure.
     if metric.direction == "quantity":
         assert description.startswith(("{quantity}", "lowest {quantity}"))
         assert metric.measure_name is None or "{measure}" in metric.measure_name
@@ -69,7 +70,10 @@ def test_leaderboard_columns_match_units_and_directions_of_metrics():
 
 
 def run_of(quantity, is_good):
-    """Return a record of two tasks: with good values and low cost, or with bad values, forgetting and high cost."""
+    """Return a record of two tasks.
+
+    If ``is_good`` is true, values are good and costs are low. Otherwise, values get worse and costs are high.
+    """
     names = ["x", "y", "z"]
     tasks = {model: [[0, 1], [2]] for model in MODELS}
     rounds = []

@@ -24,7 +24,7 @@ EXPECTED = {"general_accuracy/client1": 0.753, "F_2/client1": 0.212, "general_ac
 
 
 def record(groups=6, tasks=2, rounds_per_task=3, seed=0):
-    """Return a record. `client1` learns group by group. `generalized` learns all groups and misses the third round."""
+    """Return a record. `client1` learns one group per task. `generalized` learns all groups and misses round 2."""
     rng = np.random.default_rng(seed)
     rounds = []
     for r in range(tasks * rounds_per_task):
@@ -309,7 +309,7 @@ def test_report_of_stopped_run_without_rounds_has_warning(tmp_path):
     content["metrics"] = summarize(content["record"])
     page = write_files(save(tmp_path, content)).read_text()
     assert "stopped before its end" in page and not Reader(page).charts and "0 rounds" in page
-    # The page contains no chart and no script that draws charts.
+    # Without charts, the page does not contain the script that draws charts, so the page is small.
     assert len(page) < 50_000
     assert not is_complete(tmp_path)
 

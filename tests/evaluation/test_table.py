@@ -1,4 +1,4 @@
-"""Tests of the tables of a paper: values over seeds by hand, and reading of written tables."""
+"""Tests of the tables of a paper: values over seeds equal values by hand, and written tables can be read."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Tests of metrics after each task, compared with sums by hand."""
+"""Tests of metrics after each task, compared with sums that are computed by hand."""
 
 import pytest
 

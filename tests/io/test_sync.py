@@ -1,4 +1,4 @@
-"""Tests that files survive a power failure. First the data are synchronized, then the new name, then the folder."""
+"""Tests that a power failure cannot damage files: the data, the new name and the folder are synchronized in order."""
 
 import os
 
@@ -11,7 +11,7 @@ from lightning_fcl.io.atomic import append, sync_files, write_atomic
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Record the calls that protect files from a power failure: kind, path, and file size at the time of the call."""
+    """Record the calls that synchronize or rename files: kind, path, and file size at the time of the call."""
     found, fsync, replace = [], os.fsync, os.replace
 
     def path_of(descriptor):

@@ -39,7 +39,7 @@ class Outcome:
     Args:
         kind: One of `KINDS`.
         what: The injected fault.
-        said: Output of the command, if the kind is not "fine".
+        said: Output of the command, or names of the affected files. Empty if the kind is "fine".
     """
 
     kind: str
@@ -56,8 +56,9 @@ class Ended:
         said: Standard output and standard error.
         seconds: Run time, in seconds.
         hung: Whether the process did not end within `PATIENCE` seconds.
-        orphans: Process ids that were still alive 5 seconds after the command.
-        early: Whether the signal came before the command installed its handlers. Python then handles Ctrl-C.
+        orphans: IDs of the processes that were still alive 5 seconds after the command ended.
+        early: Whether `Command.end` sent its signal before the command installed its handlers. In this case, Python
+            prints a traceback for Ctrl-C.
     """
 
     code: int
@@ -70,7 +71,8 @@ class Ended:
     def wrong(self, what: str, codes: set[int]) -> Outcome | None:
         """Return the outcome if the process failed or its exit code is not in ``codes``, otherwise None.
 
-        A process failed if it hung, printed a raw traceback, or left orphans.
+        A process failed if it hung, printed a raw traceback, or left orphans. A traceback is accepted if `early` is
+        true.
         """
         raw = "Traceback (most recent call last)" in self.said or "Exception ignored" in self.said
         for kind, is_so in (
@@ -126,7 +128,10 @@ class Command:
                 self.said += piece
 
     def end(self, after: float | None = None, number: int = signal.SIGKILL) -> Ended:
-        """Wait for the end of the process. If ``after`` is given, send signal ``number`` after ``after`` seconds."""
+        """Wait for the end of the process.
+
+        If ``after`` is given and the process still runs after ``after`` seconds, send signal ``number``.
+        """
         early = False
         if after is not None:
             try:
@@ -156,7 +161,7 @@ class Command:
         return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
 
     def _orphans(self) -> list[int]:
-        """Kill and return the processes of this command that are alive 5 seconds after its end."""
+        """Kill the processes of this command that are alive 5 seconds after the command ended. Return their IDs."""
         until = time.monotonic() + 5
         while (left := self._alive()) and time.monotonic() < until:
             time.sleep(0.05)
@@ -178,9 +183,10 @@ class Command:
 
 @dataclass(frozen=True)
 class Said:
-    """Exit code and standard error of a command that ran within this process.
+    """Exit code and output of a command that ran within this process.
 
-    The code is -1 for an exception other than `SystemExit`, and -2 for a timeout.
+    The text is the standard error. For an exception other than `SystemExit`, the code is -1 and the text is the
+    traceback. For a timeout, the code is -2.
     """
 
     code: int

@@ -56,7 +56,10 @@ def _half_way(words: list[str], place: Path) -> None:
 
 
 def results_byte(campaign: Campaign, rng: random.Random, folder: Path) -> Outcome:
-    """Change one byte in a file of a finished search and restart the search. The search must have the same results."""
+    """Change one byte in a file of a finished search, and run the search again.
+
+    The command must stop with an error message or have the same results.
+    """
     done = campaign.once("search", _search)
     shutil.copytree(done, folder, dirs_exist_ok=True)
     files = sorted(path for path in (folder / "out").rglob("*") if path.is_file() and path.stat().st_size)
@@ -71,7 +74,7 @@ def results_byte(campaign: Campaign, rng: random.Random, folder: Path) -> Outcom
 
 
 def copied_run(campaign: Campaign, rng: random.Random, folder: Path) -> Outcome:
-    """Copy the folder of a run, change its file times, append to its record, and resume the copy."""
+    """Copy the folder of a run, change its file times, append bytes or nothing to its record, and resume the copy."""
     words = Recipe(tuple(map(Path, small_recipe(folder)))).words
     whole = campaign.once("whole", lambda place: _run(["fit", *words, "--out", "out"], place))
     begun = campaign.once(

@@ -1,6 +1,6 @@
 """Fault-injection cases with interruptions.
 
-A command is killed at a random time or has a full disk, and starts again.
+A command is killed at a random time or has a full disk. Then the command is started again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class Work:
     Args:
         name: Name of the command in reports.
         words: Arguments of the command, without ``--out``.
-        fit: Whether the second start passes ``--ckpt_path``. Other commands find the newest checkpoint in their folder.
+        fit: Whether the second start passes ``--ckpt_path``, if there is a checkpoint. Other commands resume from their
+            output folder.
     """
 
     name: str
@@ -38,7 +39,7 @@ class Work:
         return [*self.words, "--out", "out"]
 
     def again(self, folder: Path) -> list[str]:
-        """Return the arguments for the second start. A fit gets ``--ckpt_path`` with the newest checkpoint."""
+        """Return the arguments for the second start. A fit gets ``--ckpt_path`` with its newest checkpoint, if any."""
         found = sorted((folder / "out" / "checkpoints").glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
         return [*self.first(), *(["--ckpt_path", str(found[-1])] if self.fit and found else [])]
 
@@ -101,14 +102,14 @@ def whole(campaign: Campaign, work: Work) -> tuple[dict[str, object], float]:
 
 
 def kill(campaign: Campaign, rng: random.Random, folder: Path) -> Outcome:
-    """Send a signal to a command at a random time, and start the command again."""
+    """Send a signal to a command at a random time, unless the command has already ended. Start the command again."""
     work = rng.choice(works(campaign.folder))
     number = rng.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
     _, seconds = whole(campaign, work)
     after = rng.uniform(0, 1.05 * seconds)
     what = f"{work.name}, {number.name} after {after:.2f} s"
     ended = Command(folder, work.first()).end(after, number)
-    # Before a command installs its handlers, a signal ends it with the default exit code.
+    # A signal before the command installs its handlers ends the command with exit code -number.
     codes = {0, -number} | ({128 + number} if number != signal.SIGKILL else set())
     return ended.wrong(what, codes) or _goes_on(campaign, work, folder, what)
 

@@ -4,8 +4,8 @@
 
 A case is a function of the campaign, a random generator and an empty folder. It returns an `Outcome`. To add a case,
 write the function and add it to `CASES` with its default number. The seed of a case consists of the campaign's seed,
-the case's name and its index. To repeat a case, run `--cases kills=1 --first 17`. The exit code is 1 if an outcome is
-not "fine".
+the case's name and its index. To repeat case 17 of `kills`, pass the same `--seed` and `--cases kills=1 --first 17`.
+For `recipes`, also pass the same number of cases. The exit code is 1 if an outcome is not "fine".
 """
 
 from __future__ import annotations
@@ -57,7 +57,10 @@ CASES: dict[str, tuple[Callable[[Campaign, random.Random, Path], Outcome], int, 
 
 
 def report(seed: int, outcomes: dict[str, list[Outcome]], page: Path | None) -> str:
-    """Return a Markdown page of the outcomes. Rows of cases that were not run come from the JSON file of the page."""
+    """Return a Markdown page of the outcomes, and write the JSON file of the page.
+
+    Rows of cases that were not run come from the JSON file of the page. Without ``page``, no file is used.
+    """
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout
     rows = json.loads(page.with_suffix(".json").read_text()) if page and page.with_suffix(".json").exists() else {}
     for name, of in outcomes.items():
@@ -104,7 +107,7 @@ def run_case(scratch: str, seed: int, numbers: tuple[tuple[str, int], ...], name
 
 
 def main() -> None:
-    """Run the cases and write the page."""
+    """Run the cases, print the page of the outcomes, and write the page if `--write` is given."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--cases", nargs="+", default=[f"{name}={number}" for name, (_, number, _) in CASES.items()])

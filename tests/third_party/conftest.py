@@ -25,7 +25,7 @@ PACKAGES = (
 )
 missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
 
-# Otherwise, albumentations asks the package index for its newest version.
+# Without this variable, albumentations asks the package index for its newest version.
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 
 

@@ -215,7 +215,10 @@ class Images(Dataset):
 
 
 def anomalib(**arguments: Any) -> Library:
-    """Return GANomaly with its data: two optimizers, batch normalization, and a callback that resizes each batch."""
+    """Return GANomaly and its data.
+
+    GANomaly uses two optimizers, batch normalization, and a callback that resizes each batch.
+    """
     from anomalib.data import ImageBatch
     from anomalib.metrics import AUROC, Evaluator
     from anomalib.models import Ganomaly
@@ -251,7 +254,7 @@ def test_federation_on_library_data_equals_plain_trainers(make, clients, federat
 
 
 def splits_of_images(client: int) -> dict[str, Images]:
-    """Return training images without anomalies, and validation and test images of which half are anomalous."""
+    """Return training images without anomalies, and validation and test images. Half of the latter are anomalous."""
     return {"train": Images(client), "validation": Images(10 + client, True), "test": Images(20 + client, True)}
 
 

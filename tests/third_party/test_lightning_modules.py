@@ -262,7 +262,7 @@ def test_test_step_logs_same_values_as_plain_trainer(name, federated):
 )
 @pytest.mark.parametrize("clients", [1, 3])
 def test_gradient_checkpointing_with_dropout_equals_without(clients, federated, assert_alike):
-    """The activations that gradient checkpointing recomputes have the same dropout masks."""
+    """The activations that gradient checkpointing recomputes have the same dropout masks as the first activations."""
     once, again = sentences(dropout=0.3, checkpointing=False), sentences(dropout=0.3)
     again.module.load_state_dict(once.module.state_dict())
     again.samples = once.samples

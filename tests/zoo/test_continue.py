@@ -153,7 +153,7 @@ def test_publish_contains_no_client_state(published, tensors_of):
     ]
     holders = Counter(row for own in rows for row in set(own))
     single = [row for row, clients in holders.items() if clients == 1 and len(set(row)) > 3]
-    # These rows are from the teachers and replay samples of a single client.
+    # Each of these rows occurs in the client state of only one client, for example in a teacher or replay sample.
     assert len(single) > 50
     for row in single:
         assert not (numbers.unfold(0, len(row), 1) == torch.tensor(row, dtype=torch.float64)).all(dim=1).any()

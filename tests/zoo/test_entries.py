@@ -126,7 +126,7 @@ def sums_of(task, stream, clients):
     ],
 )
 def test_published_reservoir_unlearns_a_person(data_folder, name):
-    """A client unlearns its samples. The remaining statistics and the readout equal those of the other clients."""
+    """The samples of one client are unlearned. The remaining statistics and weights equal those of the other clients."""
     later = zoo.continue_from(name)
     task, (leaving, *others) = later.module, sorted(later.stream.plan.train[0])
     before = task.readout.weight.clone()

@@ -67,7 +67,7 @@ def test_predict_mismatched_samples_raise(small_zoo, x, told, argument):
 
 @pytest.mark.seconds
 def test_load_any_changed_byte_raises(small_zoo, folder, monkeypatch):
-    # This folder contains no registry.
+    # Replace the zoo of the package by a folder without a registry.
     monkeypatch.setattr("lightning_fcl.zoo.registry.package_folder", lambda: folder)
     draw = random.Random(17)
     files = [folder / name for name in (CONFIG, WEIGHTS, CHECK, CARD, CHECKSUMS_FILE, CHECKSUMS_FILE)] + [

@@ -167,7 +167,7 @@ def test_renew_card_changes_only_card_and_checksums(small_zoo, monkeypatch):
     with monkeypatch.context() as cut:
         cut.setattr(train, "register", None)
         with pytest.raises(TypeError):
-            # The card and the list of files are written, but not the registry.
+            # The error is raised after the card and the checksums are written, and before the registry is written.
             renew_card(folder)
     assert not renew_card(folder)
     (one,) = read_registry(small_zoo / REGISTRY)
