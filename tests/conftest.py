@@ -69,7 +69,9 @@ def _seeded(monkeypatch):
 
 @pytest.fixture(scope="session")
 def brought():
-    """Return a function that finds the installed packages for some requirements and their dependencies, by name.
+    """Return a function that maps names of packages to installed distributions.
+
+    The result contains the packages that some requirements name, and all their dependencies.
 
     Packages of other platforms are excluded.
     """
@@ -114,7 +116,7 @@ def install(brought):
 
 @pytest.fixture
 def data_folder():
-    """The folder of the real data sets, from `LIGHTNING_FCL_DATA`. Without it, the test is skipped."""
+    """The folder of the real data sets, from `LIGHTNING_FCL_DATA`. If this variable is not set, the test is skipped."""
     if not os.environ.get("LIGHTNING_FCL_DATA"):
         pytest.skip("LIGHTNING_FCL_DATA is not set")
     return os.environ["LIGHTNING_FCL_DATA"]
@@ -286,7 +288,7 @@ def ridge_by_hand(a, b, beta):
 
 @pytest.fixture
 def by_numpy():
-    """The reservoir, its statistics and the ridge solution in NumPy."""
+    """Return functions that compute the reservoir, its statistics and the ridge solution in NumPy."""
     return SimpleNamespace(run=reservoir_by_hand, statistics=statistics_by_hand, solve=ridge_by_hand)
 
 
@@ -475,7 +477,7 @@ def parameters_of():
 
 @pytest.fixture
 def assert_same():
-    """Return a function that asserts that two modules have the same state."""
+    """Return a function that asserts that two modules have the same state. By default, differences up to 1e-6 pass."""
 
     def check(left, right, tolerance=1e-6):
         torch.testing.assert_close(dict(left.state_dict()), dict(right.state_dict()), rtol=0, atol=tolerance)
@@ -528,7 +530,7 @@ def full_disk():
 
 @pytest.fixture(scope="session")
 def browser():
-    """Chromium, which `.ci/run` installs. Without Chromium, the test is skipped locally and fails in CI."""
+    """Yield Chromium, which `.ci/run` installs. Without Chromium, the test is skipped locally and fails in CI."""
     found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if found is None and not os.environ.get("CI"):
         pytest.skip("no Chromium")

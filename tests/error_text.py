@@ -23,8 +23,8 @@ The analysis does not find:
 - texts in attributes of objects other than `self` that another function reads,
 - texts in names that are computed at run time (`getattr(error, name)`, `globals()[name]`),
 - texts in attributes of errors that `TEXT_ATTRIBUTES` does not list, and in records of `warnings`,
-- texts in an object of the given files, after a function returns the object or passes it to another function,
-- methods of objects of unknown class whose name a list, dict, set, string or file also has, such as `add` and `write`,
+- texts in objects of classes of the given files, after a function returns the object or passes it to another function,
+- methods that a list, dict, set, string or file also has, such as `add` and `write`, if the object's class is unknown,
 - assignments to a name in the branch of `isinstance(name, SomeError)` that are read after the branch,
 - callbacks that are stored in an attribute or a container and called elsewhere.
 
@@ -611,7 +611,7 @@ class Evaluation:
     def call_found(
         self, node: ast.Call, found: list[tuple[Scope | Class, Context | None]], name: str, given: Arguments
     ) -> int:
-        """Return the labels of the result of a call. ``found`` lists the functions and classes that it may call."""
+        """Return the labels of the result of a call. ``found`` lists the functions and classes that may be called."""
         labels = 0
         for one, outer in found:
             if isinstance(one, Scope):
@@ -809,7 +809,7 @@ class Evaluation:
         return [(one, self.outer_of(one)) for one in methods]
 
     def outer_of(self, scope: Scope) -> Context:
-        """Return the context that encloses a method: the current one, an outer one, or that of the method's module."""
+        """Return the context that encloses a method: the current context, an outer context, or the method's module."""
         context: Context | None = self.context
         while context is not None:
             if context.scope is scope.outer:

@@ -194,7 +194,10 @@ ROWS |= {
 
 
 def load_alone(lab, name):
-    """Read the checkpoint `name` in a folder with one damaged checkpoint. If `name` is empty, read one of a run."""
+    """Read the checkpoint `name` in a folder that has one damaged checkpoint.
+
+    If `name` is empty, read a checkpoint of the copied run instead.
+    """
     folder = lab.folder / "alone"
     folder.mkdir(exist_ok=True)
     (folder / "cut.ckpt").write_bytes(lab.checkpoint().read_bytes()[:1000])
@@ -204,7 +207,8 @@ def load_alone(lab, name):
 def newest_of(lab, damage, train=False):
     """Return the newest checkpoint of a run.
 
-    By default, `damage` damages a checkpoint of the copied run first. With `train`, the recipe is trained again.
+    By default, `damage` damages a checkpoint of the copied run first. With `train`, the recipe is trained again, and
+    the checkpoint is from the new run.
     """
     if train:
         command(lab, "fit --config run/config.yaml --out again")

@@ -86,7 +86,10 @@ def check_size(lab, limit):
 
 
 def take_targets(lab, server, node, classes=None):
-    """Set the data of a node with the targets `node`. The targets `server` of the server are classes or numbers."""
+    """Set the data of a node to samples with the targets `node`.
+
+    The samples of the server have the targets `server`, which are classes or numbers.
+    """
     x, columns = np.zeros((4, 1), np.float32), {"target": ["y"], "features": ["a"]}
     outline = make_outline(set_up(FederatedStream.from_arrays(x, server, ["a"] * 4, scenario=Stationary())), "a")
     file = written(lab, "a.csv", "\n".join(["a,y", *(f"0,{value}" for value in node)]))

@@ -32,7 +32,7 @@ SECONDS: set[str] = set()
 
 
 def call_together(calls):
-    """Call functions in parallel. Each function gets the ranks object of a different process."""
+    """Call functions in parallel. Each function gets the `GlooRanks` of a different rank."""
     store = HashStore()
     with ThreadPoolExecutor(len(calls)) as pool:
         running = [
@@ -84,7 +84,7 @@ def read_client(lab, resumes):
 
 
 class Saves(L.Callback):
-    """Saves a checkpoint in a given hook."""
+    """A callback that saves a checkpoint in a given hook."""
 
     def __init__(self, hook, path):
         setattr(self, hook, lambda trainer, *args: trainer.save_checkpoint(path))
@@ -134,7 +134,7 @@ def fit_until(lab, rounds):
 
 
 class Prepared(Classifier):
-    """A module that fails before the first round, so that no trial can run."""
+    """A module whose forward pass fails before the first round, so that the library cannot run a batch in advance."""
 
     def on_train_epoch_start(self):
         self.scale = 1.0

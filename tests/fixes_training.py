@@ -65,7 +65,7 @@ class OtherParameters(Plain):
 
 
 class SingleSamples(Classifier):
-    """A module that fails before the first round, so that no trial can run."""
+    """A module whose training step fails before the first round, so that the library cannot run a batch in advance."""
 
     def training_step(self, batch, batch_idx):
         if self.trainer.strategy.current_round is None:

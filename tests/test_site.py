@@ -71,7 +71,7 @@ class Links(HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The folder of the built site. If a source is newer than the site, it is rebuilt with warnings as errors."""
+    """The folder of the built site. If the site is missing or older than a source, build it with warnings as errors."""
     pages, sources = ROOT / "site" / "html", [ROOT / name for name in ("docs", "lightning_fcl", "recipes", "README.md")]
     files = (file for source in sources for file in ([source] if source.is_file() else source.rglob("*.*")))
     if (pages / "index.html").is_file():

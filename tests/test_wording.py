@@ -1,4 +1,4 @@
-"""Texts of the project contain no phrase that has a plain equivalent in each place."""
+"""Tests that texts of the project contain no phrase that always has a plain equivalent."""
 
 from collections import Counter
 
@@ -7,7 +7,7 @@ import wording
 from wording import ROOT, SAMPLE_SIZES, Text, draw, find_files, find_phrases, read_comments, read_python
 
 EXEMPT = {"tests/wording.py", "tests/test_wording.py"}
-# Keys of stored files and messages, and words that a test lists: path and phrase.
+# Allowed phrases, as pairs of path and phrase: keys of stored files and messages, and words that a test lists.
 KEYS = {
     ("lightning_fcl/methods/replay_samples.py", "rehearse"),
     ("tests/deployment/lies.py", "rehearsed"),

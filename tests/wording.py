@@ -68,7 +68,7 @@ class Text:
         path: Path from the root of the project.
         line: First line of the text.
         kind: "docstring", "comment", "message", "string", "paragraph", "heading" or "cell".
-        text: Text in one line, without code in backticks and without addresses.
+        text: Text in one line. `X` replaces code in backticks and addresses.
     """
 
     path: str
@@ -97,7 +97,7 @@ def find_files() -> list[Path]:
 
 
 def string_value(node: ast.expr) -> str | None:
-    """Return the text of a string or an f-string, with `X` for the values of the latter."""
+    """Return the text of a string, or of an f-string with `X` for each value. For another expression, return None."""
     if isinstance(node, ast.JoinedStr):
         return "".join(str(part.value) if isinstance(part, ast.Constant) else "X" for part in node.values)
     if isinstance(node, ast.Constant) and isinstance(node.value, str):

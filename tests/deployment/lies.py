@@ -74,7 +74,7 @@ def without(*words):
 
 
 def holding(**records):
-    """Return a function that returns a message with added or replaced records. A record whose value is None is removed."""
+    """Return a function that returns a message with added or replaced records. A record of value None is removed."""
     return lambda message: replace(message, others=records)
 
 

@@ -78,7 +78,7 @@ class Fork:
 
 
 class Machines:
-    """A SuperLink, SuperNodes and their executors as processes on the loopback interface. `close` ends the processes."""
+    """A SuperLink, SuperNodes and their executors as local processes. `close` ends all processes."""
 
     def __init__(self, folder, words=("--insecure",), trust=("--insecure",)):
         self.folder, self.trust, self.running, self.ports = folder, list(trust), {}, {}

@@ -254,7 +254,7 @@ def test_federation_on_library_data_equals_plain_trainers(make, clients, federat
 
 
 def splits_of_images(client: int) -> dict[str, Images]:
-    """Return training images without anomalies, and validation and test images. Half of the latter are anomalous."""
+    """Return training, validation and test images. Half of the validation and test images are anomalous."""
     return {"train": Images(client), "validation": Images(10 + client, True), "test": Images(20 + client, True)}
 
 

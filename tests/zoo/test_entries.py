@@ -126,7 +126,10 @@ def sums_of(task, stream, clients):
     ],
 )
 def test_published_reservoir_unlearns_a_person(data_folder, name):
-    """The samples of one client are unlearned. The remaining statistics and weights equal those of the other clients."""
+    """A readout unlearns the samples of one client.
+
+    The statistics and weights of the readout then equal those of a readout of the other clients.
+    """
     later = zoo.continue_from(name)
     task, (leaving, *others) = later.module, sorted(later.stream.plan.train[0])
     before = task.readout.weight.clone()
