@@ -42,7 +42,7 @@ collect_ignore = ["reliability"]  # `make test-fault-injection` runs this folder
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 warnings.filterwarnings("ignore", module="lightning")
-# The first backward pass starts one thread for each GPU. After `torch.export`, PyTorch seems to have eight GPUs.
+# The first backward pass starts one thread for each GPU. After `torch.export`, PyTorch reports eight GPUs.
 # A process with such threads cannot train in forks. So run a backward pass before any test.
 torch.zeros((), requires_grad=True).backward()
 # Each Trainer searches all installed packages for callbacks, which takes 30 ms. Search only once.
@@ -229,7 +229,7 @@ def quiet():
 
 @pytest.fixture
 def fit(quiet):
-    """Return a function that fits silently and returns the Trainer."""
+    """Return a function that fits a module without output and returns the Trainer."""
 
     def run(task, stream, callbacks=(), strategy=None, max_epochs=None, ckpt_path=None, trainer_args=None, **kwargs):
         options = {**quiet, **(trainer_args or {})}
@@ -435,7 +435,7 @@ def samples():
 
 @pytest.fixture
 def train(quiet):
-    """Return a function that fits in a plain Trainer, without shuffling."""
+    """Return a function that fits a module in a plain Trainer, without shuffling, and returns the Trainer."""
 
     def run(task, callbacks, data, epochs=2, collate=None, ckpt_path=None, **kwargs):
         trainer = L.Trainer(max_epochs=epochs, callbacks=list(callbacks), **{**quiet, **kwargs})

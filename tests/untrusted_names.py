@@ -81,7 +81,7 @@ DOORS: dict[str, tuple[str, Callable[[str, str], str], list[str]]] = {
         ["null", "[]", "3", '"x"', "{}", '{"x": "\\ud800"}', "[" * 100_000, "{"],
     ),
 }
-"""The changed file, the function that changes its text, and invalid values, by the name of the manipulation.
+"""By name of the manipulation: the changed file, the function that changes its text, and invalid values.
 
 Each value must raise an error.
 """

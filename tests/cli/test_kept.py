@@ -41,8 +41,8 @@ def test_reproduce_reuses_committed_run(toy, tmp_path, monkeypatch, capsys):
     assert str(tmp_path) not in (kept / "results.json").read_text() and "\n" not in (kept / "results.json").read_text()
     assert read_results(kept)["command"] == "lightning-fcl reproduce toy --rows 'a row' --scale smoke --seeds 1"
 
-    def never(arguments):
-        raise AssertionError(f"{arguments} is run")
+    def never(*arguments):
+        raise AssertionError(f"Expected no new run, but got a call with {arguments}.")
 
     monkeypatch.setattr(fit, "run_cli", never)
     reproduce(tmp_path / "second")

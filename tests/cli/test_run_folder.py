@@ -69,8 +69,7 @@ def test_fit_copied_run_resumes_in_copy(words, begun, tmp_path, monkeypatch):
     assert get_record(copy) == get_record(copy.parent / "whole") and len(get_record(copy)["rounds"]) == 4
     left, right = state(copy), state(copy.parent / "whole")
     assert all(torch.equal(left[name], right[name]) for name in left | right)
-    # If `fit` gets only the config and a checkpoint of a run, as in a user's project, it writes to the folder of this
-    # run.
+    # Given only the config and a checkpoint of a run, `fit` writes to the folder of this run.
     more = ["--config", str(begun / "config.yaml"), "--ckpt_path", str(begun / "checkpoints" / "last.ckpt")]
     main(["fit", *more, "--trainer.max_epochs", "3"])
     assert len(get_record(begun)["rounds"]) == 3

@@ -167,7 +167,7 @@ class Rehearsal:
         return next((folder for folder in own if folder.parent.name not in self.earlier), None)
 
     def begun(self, client):
-        """Return the number of the round that the client has begun last, or -1 if it has begun no round."""
+        """Return the number of the latest round that the client has started, or -1 before the first round."""
         folder = self.memory(client)
         begun = folder is not None and (folder / "round.json").exists()
         return json.loads((folder / "round.json").read_text())["round"] if begun else -1

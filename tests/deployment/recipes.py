@@ -1,4 +1,4 @@
-"""Parts of recipes, and a recipe with replay and distillation. Tests merge them into the recipe in `conftest`."""
+"""Parts of recipes. Tests merge these parts into the recipe `BASE` of `conftest.py`."""
 
 
 def strategy(**arguments):
@@ -7,7 +7,7 @@ def strategy(**arguments):
 
 
 def method(name, **arguments):
-    """Return the configuration of a callback: a method of the library."""
+    """Return the configuration of a method, which is a callback of the library."""
     return {"class_path": f"lightning_fcl.callbacks.{name}", "init_args": arguments}
 
 

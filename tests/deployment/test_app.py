@@ -75,7 +75,7 @@ def test_build_node_recipe_equals_parsed_recipe(rehearsal):
 
 
 def test_client_plan_from_outline_equals_simulation(tmp_path):
-    """The scenarios assign classes or domains to rounds. The data files of the clients do not contain the rounds."""
+    """The scenarios assign classes or domains to rounds. The data files of the clients contain no round numbers."""
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(240, 3)).astype(np.float32), np.array(["b", "a", "d", "c"])[np.arange(240) % 4]
     group = np.array(["north", "south", "east"])[np.arange(240) % 3]

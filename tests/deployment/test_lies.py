@@ -40,7 +40,7 @@ def honest(prepared, wire):
 
 
 def lying(wire, lies):
-    """Return a class of link on which client 1 sends invalid answers to each download.
+    """Return a subclass of the link in which client 1 answers each download with invalid answers.
 
     ``lies`` is a function of the honest answer, of earlier honest answers, and of the download.
     """
@@ -68,7 +68,7 @@ def reasons(caplog, round_idx):
 
 @pytest.mark.seconds
 def test_each_invalid_answer_is_logged_and_changes_nothing(prepared, honest, wire, same, caplog):
-    """The invalid answers include non-finite values, and answers of the previous round."""
+    """The invalid answers include infinite values in round 0, and the honest answer of round 0 in round 1."""
 
     def lies(answer, before, parcel):
         yield from (change(answer) for change, _ in KINDS.values())

@@ -1,6 +1,6 @@
 """Tests that malicious SuperNodes do not change the model.
 
-They send each kind of invalid answer over a real SuperLink.
+The SuperNodes send each kind of invalid answer over a real SuperLink.
 """
 
 import re

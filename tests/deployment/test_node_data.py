@@ -114,7 +114,7 @@ def node_of(stream, client, source):
 
 
 def rounds_of(stream, client):
-    """Return the ordered samples of a client for each round."""
+    """Return the inputs and targets of a client, in training order, by round."""
     there = [number for number in range(stream.plan.num_rounds) if client in stream.plan.train[number]]
     return {number: stream.client_samples(client, number, 0) for number in there}
 

@@ -32,7 +32,7 @@ class Page:
         return re.findall(rf"^```{language}\n(.*?)^```$", self.sections[section], re.MULTILINE | re.DOTALL)
 
     def command(self, section, beginning):
-        """Return the words of the only command in a section that starts with `beginning`."""
+        """Return the words of a command. No other command of the section may start with `beginning`."""
         lines = "".join(self.blocks(section, "bash")).splitlines()
         (line,) = [line for line in lines if line.startswith(beginning)]
         return shlex.split(line)

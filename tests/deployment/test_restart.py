@@ -205,7 +205,7 @@ RARE = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args"
 
 
 def lost_in(wire, number):
-    """Return a class of link with which the server crashes when it sends the messages of round ``number``."""
+    """Return a subclass of the link in which the server crashes when it sends the messages of round ``number``."""
 
     class Lost(wire):
         def send(self, parcels, seconds):

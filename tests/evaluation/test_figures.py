@@ -98,7 +98,7 @@ def test_write_figures_stream_accuracy_has_mean_and_std_over_seeds(tmp_path, row
     close(
         [[row["low"], row["high"]] for row in points if row["line"] == "first"], np.stack([mean - std, mean + std], 1)
     )
-    # A single seed has no band.
+    # A row with a single seed has no band.
     assert not any("low" in row for row in points if row["line"] == "second")
     assert [row["experience"] for row in points if row["line"] == "first"] == ["sit", "walk", "run", "2"]
     assert lines(drawn[0], "one").keys() == {"second"}

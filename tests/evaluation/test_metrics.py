@@ -76,7 +76,8 @@ def random_record(seed):
     return {"groups": list("abcde"), "totals": totals, "tasks": tasks, "rounds": rounds}
 
 
-# The slow reference loops over the record, with the definitions of section 4.3 of the paper (tasks are 1-based).
+# The slow reference loops over the record. It uses the definitions of Usmanova et al. 2021, section 4.3. Numbers of
+# tasks start at 1.
 
 
 def mean(values):
@@ -160,7 +161,7 @@ def test_summary_equals_slow_reference(seed):
 
 
 def test_summarize_fine_tuning_equals_values_of_the_paper():
-    # Tables 2 and 3, row CL-FT: A_gen .338, A_per .75, A_2 .5, F_2 1.
+    # The paper states in Tables 2 and 3, row CL-FT: A_gen 0.338, A_per 0.75, A_2 0.5, F_2 1.
     summary = summarize(fine_tuning_record())
     assert summary["A_2/client1"] == 0.5
     assert summary["F_2/client1"] == 1.0
