@@ -1582,7 +1582,7 @@ ROWS |= {
 
 
 class Logs(L.LightningModule):
-    """A module that returns one number per sample. It may log a metric in `test_step`."""
+    """A module that returns one number per sample. If ``logs`` is true, the module logs a metric in `test_step`."""
 
     def __init__(self, logs):
         super().__init__()

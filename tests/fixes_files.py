@@ -1165,7 +1165,7 @@ def in_zoo(lab, name=NAME, **settings):
 
 
 def relist(lab, **changes):
-    """Change the configuration of the copied model, and update its list of files."""
+    """Change the configuration of the copied model, and update the checksums of its files."""
     folder = lab.entry()
     config = json.loads((folder / CONFIG).read_text()) | changes
     (folder / CONFIG).write_text(json.dumps(config))
@@ -1248,7 +1248,7 @@ def registry_again(lab):
 
 
 def collect_beside(lab):
-    """Copy a model to a registry that already has a different model in this folder."""
+    """Copy a model to a registry whose folder of this name already contains a different model."""
     other = lab.folder / "to" / NAME
     if not hasattr(lab, "other"):
         lab.other = other

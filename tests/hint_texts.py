@@ -1,6 +1,6 @@
 """Static analysis that finds the texts of hints in a package.
 
-A hint is the argument `hint=` of a call. If the hint is a name or a call, the analysis finds its possible texts.
+A hint is the argument `hint=` of a call. If the hint is a name or a call, the analysis finds the possible values.
 """
 
 import ast
@@ -232,7 +232,7 @@ def calls(node: ast.AST, scope: tuple[ast.AST, ...]) -> Iterator[tuple[tuple[ast
 
 
 def joined(parts: list[set[str]]) -> set[str]:
-    """Return the texts of all combinations of one alternative per part, at most `MOST`."""
+    """Return at most `MOST` texts. Each text joins one alternative of each part."""
     return set(itertools.islice(map("".join, itertools.product(*map(sorted, parts))), MOST))
 
 

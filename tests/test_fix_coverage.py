@@ -10,7 +10,7 @@ from hint_texts import HOLE, Package, read_package
 
 ROOT = Path(__file__).parents[1]
 
-# Tests that raise an error and try its fix. They use fixtures that rows do not have. Keys are parts of the hints.
+# Tests that raise an error and try its fix. These tests use fixtures that rows do not have. Keys are parts of hints.
 TRIED_ELSEWHERE: dict[str, list[str]] = {
     "convert the value to numbers, text, tensors, or lists and dicts of such values.": [
         "tests/simulation/test_tensor_subclasses.py::test_unreadable_callback_state_raises_by_the_first_round",

@@ -22,5 +22,5 @@ def test_seed_all_reseeds_torch_numpy_and_python():
 def test_derive_seed_depends_on_boundaries_of_key_parts():
     keys = [(1, "23"), (12, "3"), (1, "2", "3"), (123,), (0, "a", "b"), (0, "ab"), (0, "b", "a")]
     assert len({derive_seed(*key) for key in keys}) == len(keys)
-    # The expected value was computed from SHA-256 separately. It is the same on every machine.
+    # The expected value was computed from SHA-256 separately. The value is the same on every machine.
     assert derive_seed(0, "client1", 3) == 56026877480392164

@@ -78,7 +78,7 @@ class Text:
 
 
 def join_lines(text: str) -> str:
-    """Return a text in one line. Code and addresses become `X`: they are no prose."""
+    """Return a text in one line. Code and addresses become `X`."""
     prose = re.sub(r">>>.*|``[^`]*``|`[^`]*`|\(?https?://\S+", "X", text)
     return " ".join(prose.split())
 

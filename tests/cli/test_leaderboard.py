@@ -12,7 +12,7 @@ RECIPES = recipes_folder()
 
 @pytest.fixture
 def boards(tmp_path, monkeypatch, small_recipe):
-    """Create a leaderboard with two methods and two protocols, and return its folder. One method has a search."""
+    """Create a leaderboard with two methods and two protocols, and return the folder. One method has a search."""
     folder = tmp_path / "recipes" / "leaderboard"
     (folder / "best").mkdir(parents=True)
     small = small_recipe(rounds=2, clients=2)

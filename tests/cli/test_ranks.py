@@ -53,7 +53,7 @@ def wait_until(condition, seconds=900):
 
 
 def alone(out, capsys, *more):
-    """Fit with one process, which is this process. Return the printed output without paths, and the results."""
+    """Fit in this process only. Return the printed output without paths, and the results."""
     capsys.readouterr()
     main([*words(out, 1, *more)[3:]])
     return capsys.readouterr().out.replace(str(out), ""), results(out)

@@ -90,7 +90,7 @@ SAME = [
 
 
 class Parsed(FederatedCLI):
-    """A command line that only parses its words, like the command line of a user's project."""
+    """A command line that only parses its arguments, like the command line of a user's project."""
 
     def before_instantiate_classes(self):
         config = self.config["fit"].clone()
@@ -324,7 +324,7 @@ def test_recipe_without_model_raises():
 
 @pytest.mark.seconds
 def test_import_does_not_change_jsonargparse_yaml_loader():
-    """The library has its own parser mode with limits. It does not change the YAML mode of jsonargparse."""
+    """The library adds a parser mode with limits, and does not change the YAML mode of jsonargparse."""
     code = "import jsonargparse; before = jsonargparse.get_loader('yaml'); import lightning_fcl.runs.fit\n"
     code += "assert jsonargparse.get_loader('yaml') is before"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=900)

@@ -152,7 +152,7 @@ def test_checkpoint_outside_of_run_contains_whole_record(words, begun, tmp_path,
     shutil.copy(last, kept)
     error = error_of(["fit", *words, "--ckpt_path", str(kept), "--out", str(tmp_path / "alone")])
     assert "which contains the measurements until this checkpoint, is missing or belongs to another run" in error
-    # If a run is resumed from its folder into another folder, its record is copied.
+    # A fit that resumes a run in another folder copies the record of the run.
     main(["fit", *words, "--ckpt_path", str(last), "--out", str(tmp_path / "moved")])
     assert (
         get_record(tmp_path / "moved") == get_record(tmp_path / "on")

@@ -316,7 +316,7 @@ def test_lost_answer_resends_round_after_round_timeout(air, gather):
 
 
 def test_slow_node_gets_round_again_after_longer_pauses(air, gather):
-    """A node processes its messages in sequence, so frequent messages would make it slower."""
+    """A node processes its messages in sequence, so frequent messages would make the node slower."""
     air.there = {7: stalling("a"), 8: client("b")}
     assert gather(["a", "b"], 2) == 1 and gather.left == {"a": "no answer within 20 s"}
     pauses = [later - one for one, later in pairwise(air.asked(7, "train"))]

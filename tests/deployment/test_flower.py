@@ -61,7 +61,7 @@ def test_answers_ignore_forged_sender_and_message(app):
         if node == 7:
             return create_message_error_unavailable_res_message(message.metadata, "node_unavail")
         if node == 11:
-            # Flower raises an error if it cannot read the bytes of a message.
+            # Flower raises an error if the bytes of a message are unreadable.
             raise ValueError("no message")
         forged = {"reply_to_message_id": "id-0", "src_node_id": 7} if node == 8 else {}
         return None if node == 10 else answer_of(message, f"I am {node}", **forged)

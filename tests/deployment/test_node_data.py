@@ -1,4 +1,4 @@
-"""Tests of the data of nodes and servers: samples equal those of the simulation, and invalid files raise an error."""
+"""Tests of the data of nodes and servers. Samples equal those of the simulation. Invalid files raise an error."""
 
 import json
 import sys
@@ -207,7 +207,7 @@ def test_read_data_wrong_module_argument_names_node_config():
 
 
 def test_node_config_sets_columns_and_arguments():
-    """Values of the node config override values of the run configuration. Both can set columns and arguments."""
+    """The node config and the run configuration can set columns and arguments. The node config takes precedence."""
     from types import SimpleNamespace
 
     run = {"target": "label", "features": "a, b", "init_args.window": 5, "data": "server.csv", "clients": ""}

@@ -1,4 +1,4 @@
-"""Tests of damaged files of a node. The node restores a file if possible. Otherwise, it raises an error with a fix."""
+"""Tests of damaged files of a node. The node restores the file, or raises an error that contains the fix."""
 
 import json
 import shutil

@@ -20,7 +20,7 @@ PAGE = Path(lightning_fcl.__file__).parents[1] / "docs" / "deploy.md"
 
 
 class Page:
-    """The code blocks of docs/deploy.md. The folder and the ports of the test replace those of the page."""
+    """The code blocks of docs/deploy.md. The test replaces the folder and the ports by its own."""
 
     def __init__(self, folder, ports):
         text = PAGE.read_text().replace("/data", str(folder))
@@ -32,7 +32,7 @@ class Page:
         return re.findall(rf"^```{language}\n(.*?)^```$", self.sections[section], re.MULTILINE | re.DOTALL)
 
     def command(self, section, beginning):
-        """Return the words of a command. No other command of the section may start with `beginning`."""
+        """Return the words of the only command that starts with `beginning` in the given section."""
         lines = "".join(self.blocks(section, "bash")).splitlines()
         (line,) = [line for line in lines if line.startswith(beginning)]
         return shlex.split(line)

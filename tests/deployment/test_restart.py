@@ -19,7 +19,7 @@ class LostError(Exception):
     "answered", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(3, marks=pytest.mark.slow)]
 )
 def test_server_and_nodes_killed_in_round_resume_identically(answered, rehearsal, wire, same):
-    """Nodes that have already trained in the round train it again, from the client state before the round."""
+    """Nodes that have already trained in the round train again, from the client state before the round."""
     one = rehearsal(REPLAY)
     simulated = one.simulate()
     number = len(one.clients)

@@ -112,7 +112,7 @@ def test_export_onnx_does_not_change_module(files, model):
 
 
 class Wrong(nn.Module):
-    """A module that adds an error to its output while it is exported."""
+    """A module that adds an error to its output during the export."""
 
     def __init__(self, error):
         super().__init__()

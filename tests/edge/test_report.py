@@ -179,7 +179,7 @@ def test_device_report_local_parameters_are_not_transmitted():
     assert report["parameters"]["trained"] == 5 * 4 + 4
     assert report["synchronisation"]["upload_bytes"] == 0
     assert report["synchronisation"]["download_bytes"] == 4 * (6 * 5 + 5)
-    # Every device already has the frozen parameters of the published model, so they are not transmitted.
+    # Every device already has the frozen parameters of the published model, so these parameters are not transmitted.
     task.model[1].requires_grad_(False)
     report = device_report(task, (6,))
     assert report["parameters"]["frozen"] == 6 * 5 + 5

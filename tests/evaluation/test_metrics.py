@@ -19,8 +19,8 @@ CLIENTS = ("client1", "7", "generalized")
 def fine_tuning_record():
     """Return a record of two clients and the server.
 
-    `client1` learns class 1 in rounds 0-3 and class 2 in rounds 4-7. It predicts only the current class and class 5
-    correctly. `generalized` has all classes in one task.
+    `client1` learns class 1 in rounds 0-3 and class 2 in rounds 4-7. `client1` predicts only the current class and
+    class 5 correctly. `generalized` has all classes in one task.
     """
     rounds = []
     for r in range(8):

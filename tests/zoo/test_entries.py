@@ -143,7 +143,7 @@ def test_published_reservoir_unlearns_a_person(data_folder, name):
             assert (found - sums).abs().max() <= rounding * sums.abs().max()
         readout.solve()
     # After unlearning, the published readout solves the regression of the other clients, within rounding of the sums.
-    # Before unlearning, it does not.
+    # Before unlearning, the readout does not.
     squares = unpack_upper(wanted.B, wanted.in_features)
     for weight, solves in ((task.readout.weight, True), (before, False)):
         residual = weight @ squares + wanted.beta * weight - wanted.A
