@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.distributed import HashStore
 
-from lightning_fcl import Classifier, ClientSpeeds, FedBuff, FederatedStream
+from lightning_fcl import Classifier, ClientSpeeds, FedBuff, FederatedStream, Swarm
 from lightning_fcl.callbacks import FOT
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental, Delayed, Stationary
@@ -163,13 +163,15 @@ def find_size(lab, simulates):
     assert sample_shape(SimpleNamespace(stream=stream), "GLFC") == (6,)
 
 
-def fit_sums(lab, scenario, participation=0.5):
-    return fit_one_round(lab, small_stream(scenario=scenario), callbacks=[FOT()], participation=participation)
+def fit_sums(lab, scenario, participation=0.5, **settings):
+    return fit_one_round(
+        lab, small_stream(scenario=scenario), callbacks=[FOT()], participation=participation, **settings
+    )
 
 
 LATE = Delayed(ClassIncremental(2, 2), max_delay=2)
 SINGLE = "Use a `batch_size` that leaves no single sample, and a partition that gives each client at least two samples."
-SUMS = "Use `participation=1.0`, or a scenario in which all clients enter each experience in the same round."
+SUMS = "Use `participation=1.0`, or use a scenario in which all clients enter each experience in the same round."
 
 ROWS |= {
     "reduction of one process": Row(
@@ -240,5 +242,11 @@ ROWS |= {
     "sums of clients in other experiences": Row(fit_sums, {"scenario": LATE}, {"participation": 1.0}, SUMS),
     "sums of clients in other experiences, same round": Row(
         fit_sums, {"scenario": LATE}, {"scenario": ClassIncremental(2, 2)}, SUMS
+    ),
+    "sums of clients in other experiences, in a swarm": Row(
+        fit_sums,
+        {"scenario": LATE, "participation": 1.0, "swarm": Swarm()},
+        {"swarm": None},
+        SUMS.replace("Use `participation=1.0`", "Remove `swarm`"),
     ),
 }

@@ -59,7 +59,7 @@ class DeviceReport(Command):
             shape = tuple(int(size) if size.isdecimal() else 0 for size in options.input.split(","))
             if min(shape) < 1:
                 raise InvalidValueError(
-                    f"Expected `--input` to be positive sizes separated by commas, but got {options.input}.",
+                    f"Expected `--input` to be positive sizes separated by commas, but got {options.input!r}.",
                     hint="Write the sizes as in `--input 1,64,48`.",
                 )
         parts = load_recipe(find_recipes([*options.recipes, *options.config]))

@@ -228,7 +228,7 @@ class Test(Command):
         else:
             raise MissingValueError(
                 "Expected a checkpoint to test, but got none.",
-                hint="Pass the folder of a run, as in `lightning-fcl test runs/fit`.",
+                hint="Pass only the folder of a run, as in `lightning-fcl test runs/fit`, or pass `--ckpt_path`.",
             )
         if options.out:
             recipe = recipe.with_values({"out": options.out})

@@ -1,4 +1,4 @@
-"""Checks of the clients' data before they are joined: sizes, shapes of first samples, and targets that users pass."""
+"""Checks of the clients' datasets before they are concatenated: sizes, shapes of samples, and targets of users."""
 
 from __future__ import annotations
 

@@ -207,7 +207,11 @@ def with_model_selector(chart: Chart, models: Sequence[str], label: str = "model
 
 
 def make_tooltips(**fields: str) -> list[alt.Tooltip]:
-    """Return a tooltip entry for each field, as ``field="title"``. If the title is empty, the field's name is shown."""
+    """Return one tooltip entry for each keyword argument.
+
+    The name of the argument is the field, and its value is the title, as in ``round="Round"``. If the title is empty,
+    the entry shows the field's name.
+    """
     return [alt.Tooltip(field=field, type="nominal", title=title or field) for field, title in fields.items()]
 
 

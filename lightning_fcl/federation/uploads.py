@@ -241,8 +241,8 @@ class Sums:
 
     Args:
         values: For each entry, the sum of the clients' updates. If the entry's reduction is ``weighted``, each update
-            is multiplied by the client's weight. With a transform that has ``sums_only``, the values before its
-            `UploadTransform.on_sum` are the result of its accumulator.
+            is multiplied by the client's weight. If a transform has ``sums_only``, the values are the result of the
+            transform's accumulator until `UploadTransform.on_sum` decodes them.
         denominators: For each entry, the number by which the sum is divided: the sum of the weights, or 1 if the
             reduction is not ``weighted``. 0: the entry keeps the server's value.
         clients: Names of the clients whose uploads are in the sums.

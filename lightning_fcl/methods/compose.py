@@ -87,6 +87,10 @@ def check_needs(method: MethodBase, trainer: L.Trainer, module: L.LightningModul
     head: str = vars(method)["head_pattern"]
     learning = trainable_parameters(module)
     head_names = sorted(name for name in learning if matches(name, head))
+    if not learning:
+        raise InvalidValueError(
+            f"Expected trainable parameters for `{name}`, but the module has none.",
+        )
     if not head_names or len(head_names) == len(learning):
         raise InvalidValueError(
             f"Expected `head_pattern` to match some but not all trainable parameters, but `{head}` matches "

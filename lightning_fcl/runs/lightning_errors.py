@@ -50,7 +50,8 @@ def convert_lightning_error(error: Exception) -> InvalidValueError | None:
         metric_names = re.findall(r"[`']([^`',]+/[^`',]+)[`']", error_match["known"])
         return UnknownNameError(
             f"Expected `monitor` to be a logged metric, but got {error_match['name']}.",
-            hint=did_you_mean(error_match["name"], metric_names) or f"Use one of {', '.join(metric_names)}.",
+            hint=did_you_mean(error_match["name"], metric_names)
+            or (f"Use one of {', '.join(metric_names)}." if metric_names else ""),
             argument="monitor",
             value=error_match["name"],
         )

@@ -94,7 +94,10 @@ class Round:
         return require_started(self.federation.placement, "a fit")
 
     def __len__(self) -> int:
-        """Number of batches in this process, at least 1. In hooks of a client, the client's number of batches."""
+        """Number of batches of the round in this process, at least 1.
+
+        While a client trains, hooks get the number of batches of this client.
+        """
         counters = self.federation.counters
         return counters.batches if counters.shown else self._batches
 

@@ -45,16 +45,23 @@ def start_synchronization(federation: Federation) -> None:
 
 def check_sums(federation: Federation) -> None:
     """Raise ValueError if a method's sums over an experience could mix clients in different experiences."""
-    plan, full = federation.stream.plan, federation.participation.is_full
+    plan, participation = federation.stream.plan, federation.participation
     methods = [method for method in federation.methods if overrides_hook(method, "contribute_experience")]
-    if methods and not full and len({*plan.experiences.values()}) > 1:
-        name = type(methods[0]).__name__
+    if methods and not participation.is_full and len({*plan.experiences.values()}) > 1:
+        settings = {"swarm": participation.swarm, "synchronization": participation.synchronization}
+        argument, value = next(
+            ((name, setting) for name, setting in settings.items() if setting is not None),
+            ("participation", participation.fraction_or_count),
+        )
+        is_share = argument == "participation"
         raise InvalidValueError(
-            f"Expected `participation=1.0` for `{name}`, because the clients of the stream enter experiences in "
-            f"different rounds, but got {federation.participation.fraction_or_count}.",
-            hint="Use `participation=1.0`, or a scenario in which all clients enter each experience in the same round.",
-            argument="participation",
-            value=federation.participation.fraction_or_count,
+            f"Expected {'`participation=1.0`' if is_share else f'no `{argument}`'} for `{type(methods[0]).__name__}`, "
+            "because the clients of the stream enter experiences in different rounds, but got "
+            f"{value if is_share else type(value).__name__}.",
+            hint=f"{'Use `participation=1.0`' if is_share else f'Remove `{argument}`'}, or use a scenario in which all "
+            "clients enter each experience in the same round.",
+            argument=argument,
+            value=value,
         )
 
 

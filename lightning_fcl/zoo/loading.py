@@ -220,7 +220,7 @@ def _resized(description: dict[str, Any], outputs: int) -> dict[str, Any]:
         arguments["network"] = _resized(arguments["network"], outputs)
     elif "sizes" in arguments:
         arguments["sizes"] = [*arguments["sizes"][:-1], outputs]
-    elif name := next((name for name in ("num_classes", "outputs") if name in arguments), None):
+    elif name := next((name for name in ("num_classes", "num_outputs") if name in arguments), None):
         arguments[name] = outputs
     else:
         raise InvalidValueError(f"Expected a network with a head, but {description['class_path']} has no head.")

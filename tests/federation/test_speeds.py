@@ -119,7 +119,7 @@ def test_client_speeds_invalid_value_raises_with_name(arguments, argument):
             "Expected the speed of client a to map names from seconds_per_sample.* .*'speed': '1'",
         ),
         ("a.csv", "latency\n1\n", "Expected a column `client`, .*a.csv"),
-        ("a.csv", "", "Expected .*a.csv to have lines, but it is empty"),
+        ("a.csv", "", "Expected .*a.csv to have at least one non-empty line, but got none"),
         ("a.csv", "client,latency\na,1\na,2\n", "Expected each client once in .* but a appears more than once"),
         (
             "a.csv",

@@ -43,7 +43,10 @@ def test_fednova_round_equals_paper_formula(fit, weights, momentum):
 
 
 def fixed_point(weights, lr):
-    """Return the w at which the weighted changes of all clients, (1 - (1 - lr a_k)^tau_k) (b_k - w), add up to 0."""
+    """Return the w at which sum_k p_k (1 - (1 - lr a_k)^tau_k) (b_k - w) is 0.
+
+    Client k has the weight p_k, the curvature a_k, the target b_k and tau_k local steps.
+    """
     reach = weights * (1 - (1 - lr * CURVATURES) ** STEPS)
     return (reach * TARGETS).sum() / reach.sum()
 

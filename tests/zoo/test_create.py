@@ -33,6 +33,12 @@ def test_create_model_other_num_classes_has_new_head():
     assert torch.equal(network[1].weight, published[1].weight)
     same = create_model(NAME, pretrained=True, num_classes=10)
     assert torch.equal(same[3].weight, published[3].weight)
+    readout, reservoir = (
+        create_model("esn.wesad_wrist.fedip", pretrained=True, num_classes=3),
+        zoo.load("esn.wesad_wrist.fedip").network,
+    )
+    assert readout.weight.shape == (3, reservoir.weight.shape[1])
+    assert torch.equal(readout.reservoir.input_weight_0, reservoir.reservoir.input_weight_0)
 
 
 def test_create_model_features_only_returns_features():

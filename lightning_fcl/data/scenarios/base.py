@@ -115,7 +115,9 @@ class Plan:
     def group_names(self, classes: Sequence[str]) -> list[str]:
         """Return the names of the test groups: the names of classes, or the numbers of domains."""
         number = int(self.groups.max()) + 1
-        return list(classes) if number == len(classes) else [str(group) for group in range(number)]
+        if self.groups_are_classes and number <= len(classes):
+            return list(classes[:number])
+        return [str(group) for group in range(number)]
 
     @property
     def common_tasks(self) -> tuple[tuple[int, ...], ...]:

@@ -198,6 +198,8 @@ def test_domain_incremental_groups_are_domains():
     _, plan = stream(DomainIncremental(2, domain_order=[2, "north", 1]), y, group)
     assert plan.tasks["a"] == ((2,), (0,), (1,)) and plan.groups is group
     assert [np.unique(group[current["b"]]).tolist() for current in plan.train] == [[2], [2], [0], [0], [1], [1]]
+    # The number of domains can equal the number of classes.
+    assert plan.group_names(["cat", "dog", "bird"]) == ["0", "1", "2"]
 
 
 def of_classes(number, experiences, order=None):
