@@ -133,7 +133,7 @@ def test_load_from_hub_at_commit(hub):
 @pytest.mark.seconds
 def test_load_from_hub_changed_file_raises(hub, commits):
     commits[COMMIT][CONFIG] = commits[COMMIT][CONFIG].replace(b'"version": 1', b'"version": 7')
-    assert "its checksum differs" in hub("-c", LABEL.format(name=f"hf:our/models@{COMMIT}")).stderr
+    assert "but the checksum differs" in hub("-c", LABEL.format(name=f"hf:our/models@{COMMIT}")).stderr
 
 
 @pytest.mark.parametrize("name", ["hf:our/models", "hf:our/models@main"])

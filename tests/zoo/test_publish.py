@@ -117,7 +117,7 @@ def test_publish_card_has_metadata_for_hub(plain, target):
     told = yaml.safe_load(metadata)
     assert told["library_name"] == "lightning-fcl" and told["license_name"] == "Apache-2.0"
     assert told["model-index"][0]["results"][0]["metrics"][0]["type"] == "accuracy"
-    for part in ("# mlp.mine", "Mine.", "It knows digits alone.", "ink (pixels of 16)", "data: CC BY 4.0"):
+    for part in ("# mlp.mine", "Mine.", "It knows digits alone.", "ink (0 to 16)", "data: CC BY 4.0"):
         assert part in body
 
 

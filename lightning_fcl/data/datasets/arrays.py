@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -300,16 +301,17 @@ class Measurement:
         return standardize(values.astype(np.float32), (0, *reduced_axes))
 
     def describe(self) -> str:
-        """Return a description of shape, sampling rate, channels, units and scaling in one line."""
-        size = " x ".join(f"{number} {axis}" for number, axis in zip(self.shape, self.axes, strict=True))
-        names = ", ".join(
-            f"{name} ({unit})" if unit else name for name, unit in zip(self.channels, self.units, strict=True)
-        )
+        """Return a description of shape, sampling rate, channels, units and scaling, without a period at the end."""
+        size = ", ".join(f"{axis} {number}" for number, axis in zip(self.shape, self.axes, strict=True))
+        # "of 255" is a unit of pixels.
+        units = [re.sub(r"(?:.* )?of (\d+)", r"0 to \1", unit) for unit in self.units]
+        names = ", ".join(f"{name} ({unit})" if unit else name for name, unit in zip(self.channels, units, strict=True))
         scope_names = {"data": "the training data", "sample": "each sample", "person": "all samples of a person"}
         rate_text = f" at {self.sampling_rate_hz:g} Hz" if self.sampling_rate_hz else ""
-        whole = not any(self.mean or (1,)) and self.std == self.high
-        scale = "to 0 to 1" if whole else f"by the mean and deviation of {scope_names[self.scaled_over]}"
-        return f"{size}{rate_text}: {names}; scaled {scale}"
+        scale = "Scaled to the range from 0 to 1"
+        if any(self.mean or (1,)) or self.std != self.high:
+            scale = f"Standardized with the mean and standard deviation of {scope_names[self.scaled_over]}"
+        return f"shape ({size}){rate_text}. Channels: {names}. {scale}"
 
 
 def standardize(x: NDArray[np.float32], axes: tuple[int, ...]) -> NDArray[np.float32]:
