@@ -111,7 +111,7 @@ class Layout:
         return layout
 
     def places(self, rows: Sequence[str]) -> list[tuple[list[str], dict[str, tuple[str, str]]]]:
-        """Return for each line the texts of the leading columns, and ``{heading: (row, metric)}`` of all other columns.
+        """Return a pair per line: the texts of the leading columns, and ``{heading: (row, metric)}`` of other columns.
 
         Args:
             rows: All rows of the paper.
@@ -164,7 +164,7 @@ class Layout:
 
 
 def render(text: str, parts: Callable[[str, str], str | None]) -> str:
-    r"""Return the text of a page with new texts of the blocks.
+    r"""Return a page in which the texts of the blocks are replaced.
 
     Args:
         text: The page.

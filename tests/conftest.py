@@ -50,7 +50,7 @@ lightning.fabric.utilities.registry.entry_points = functools.cache(lightning.fab
 
 
 def pytest_collection_finish():
-    """Exclude the objects that imports created from garbage collection, so that each collection is faster."""
+    """Exclude all existing objects from garbage collection, so that each collection is faster."""
     gc.collect()
     gc.freeze()
 
@@ -69,11 +69,9 @@ def _seeded(monkeypatch):
 
 @pytest.fixture(scope="session")
 def brought():
-    """Return a function that maps names of packages to installed distributions.
+    """Return a function that takes requirements and returns a dict of installed distributions by package name.
 
-    The result contains the packages that some requirements name, and all their dependencies.
-
-    Packages of other platforms are excluded.
+    The dict contains the packages of the requirements and all their dependencies, without packages for other platforms.
     """
 
     def by(requirements):
@@ -229,7 +227,7 @@ def quiet():
 
 @pytest.fixture
 def fit(quiet):
-    """Return a function that fits a module without output and returns the Trainer."""
+    """Return a function that fits a module, prints nothing, and returns the Trainer."""
 
     def run(task, stream, callbacks=(), strategy=None, max_epochs=None, ckpt_path=None, trainer_args=None, **kwargs):
         options = {**quiet, **(trainer_args or {})}
@@ -251,8 +249,8 @@ def fit(quiet):
 def reservoir_by_hand(reservoir, x, gain=None, bias=None):
     """Return the net input, the activation and the state of all reservoir units, computed step by step in NumPy.
 
-    The washout is not removed. All three arrays have the shape (batch, time, N_R). ``gain`` and ``bias`` have the
-    shape (N_R,), or (batch, N_R) for a different value in each sequence.
+    The washout is not removed. All three arrays have the shape (batch, time, N_R). N_R is the number of units of all
+    layers. ``gain`` and ``bias`` have the shape (N_R,), or (batch, N_R) for a different value in each sequence.
     """
     numbers = {name: value.double().numpy() for name, value in reservoir.state_dict().items()}
     gain = numbers["gain"] if gain is None else np.asarray(gain, dtype=np.float64)
@@ -274,7 +272,10 @@ def reservoir_by_hand(reservoir, x, gain=None, bias=None):
 
 
 def statistics_by_hand(reservoir, x, y, classes=4, signed=False, gain=None, bias=None):
-    """Return the ridge statistics A and B, in NumPy. Each time step after the washout is one sample."""
+    """Return the ridge statistics A = Y^T S and B = S^T S in NumPy, with one time step after the washout per row.
+
+    S contains the states of all units, and Y contains the one-hot targets. With ``signed``, targets are -1 or 1.
+    """
     states = reservoir_by_hand(reservoir, x, gain, bias)[2][:, reservoir.washout :]
     targets = np.repeat(np.eye(classes)[np.asarray(y)], states.shape[1], axis=0)
     states = states.reshape(-1, states.shape[-1])
@@ -282,13 +283,13 @@ def statistics_by_hand(reservoir, x, y, classes=4, signed=False, gain=None, bias
 
 
 def ridge_by_hand(a, b, beta):
-    """Return the ridge solution W of A and B, in NumPy."""
+    """Return the ridge readout W = A (B + beta I)^-1 in NumPy."""
     return np.linalg.solve(b + beta * np.eye(len(b)), a.T).T
 
 
 @pytest.fixture
 def by_numpy():
-    """Return functions that compute the reservoir, its statistics and the ridge solution in NumPy."""
+    """Return functions that compute the states, the ridge statistics and the ridge readout in NumPy."""
     return SimpleNamespace(run=reservoir_by_hand, statistics=statistics_by_hand, solve=ridge_by_hand)
 
 

@@ -14,8 +14,8 @@ files is an exception class.
 These values count as texts: `str`, `repr`, `format`, f-strings and `%` of an error, its `args`, `__notes__`, `hint` and
 similar attributes, and `traceback.format_*`. The analysis tracks texts through assignments, unpacking, containers,
 comprehensions, closures, attributes of `self`, string methods, and calls of unknown functions. Calls of functions,
-methods and lambdas of the given files are analyzed with the labels of the arguments, at any depth. If the class of an
-object is unknown, all methods with the called name are analyzed.
+methods and lambdas of the given files are analyzed with the labels (error or text) of the arguments, at any depth. If
+the class of an object is unknown, all methods with the called name are analyzed.
 
 The analysis does not find:
 - decisions by the length of a text, by its truth value, by methods such as `isdigit`, or by `sorted`, `min` and `max`,
@@ -49,7 +49,8 @@ TABLE = "lightning_fcl/library_errors.py"
 MATCHES = "match_error"
 
 # Labels of a value, as a set of bits.
-# HOLDER marks an object that was constructed with a text. In the function that constructs it, its attributes are texts.
+# HOLDER marks an object that was constructed with a text. The attributes of the object are texts, but only in the
+# function that constructs the object.
 ERROR, TEXT, HOLDER = 1, 2, 4
 
 TEXT_ATTRIBUTES = frozenset(
@@ -297,7 +298,8 @@ class Evaluation:
 
     def __init__(self, analysis: Analysis, context: Context) -> None:
         self.analysis, self.context, self.scope = analysis, context, context.scope
-        self._inner: list[dict[str, object]] = []  # inner scopes of comprehensions and `except` clauses
+        # Inner scopes of comprehensions, `except` clauses and `isinstance` tests.
+        self._inner: list[dict[str, object]] = []
         self._applied: dict[ast.AST, list[Context]] = {}  # the contexts that each call expression has called
 
     def run(self) -> None:
@@ -738,7 +740,7 @@ class Evaluation:
     # Names of functions and classes
 
     def imported(self, name: str) -> tuple[str, str]:
-        """Return the module and the original name of an imported name."""
+        """Return the module and the original name of an imported name. Return two empty strings for any other name."""
         scope: Scope | None = self.scope
         while scope is not None:
             if name in scope.imports:

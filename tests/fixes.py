@@ -164,7 +164,7 @@ def small_stream(**options):
 
 
 class Average(L.Callback):
-    """A callback that averages the server's model over rounds, as the hint suggests."""
+    """A callback that averages the server's model over rounds, as the hint `AVERAGE` suggests."""
 
     def __init__(self, **options):
         self.options = options

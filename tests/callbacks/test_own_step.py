@@ -334,7 +334,7 @@ def test_own_step_failing_on_one_class_records_none(fit):
 
 class NoStep(Own):
     def loss(self, batch):
-        raise AssertionError("a round has started")
+        raise AssertionError("Expected an error before the first round, but a training step was called.")
 
 
 class Silent(NoStep):
@@ -362,7 +362,7 @@ class Pair(Classifier):
         super().__init__(nn.Linear(4, 1), 2)
 
     def sample_loss(self, output, y):
-        raise AssertionError("a round has started")
+        raise AssertionError("Expected an error before the first round, but `sample_loss` was called.")
 
 
 class Dicts(NoStep):

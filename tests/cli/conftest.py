@@ -1,4 +1,4 @@
-"""Fixtures for tests of commands. By default, the tests write no reports, because drawing charts is slow."""
+"""Fixtures for tests of commands. By default, runs write empty reports, because drawing charts is slow."""
 
 from contextlib import nullcontext
 

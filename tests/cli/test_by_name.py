@@ -90,7 +90,7 @@ def test_version_option_prints_version(capsys):
 
 
 def check_flat(name, folder):
-    """Check that the flattened file has the same content as the recipe, except for the folder."""
+    """Check that the flattened file has the same content as the recipe, except for the output folder `out`."""
     text = flatten_recipe(RECIPES[name])
     (folder / "recipe.yaml").write_text(text, encoding="utf-8")
     wanted = resolve_recipe(RECIPES[name].recipe)

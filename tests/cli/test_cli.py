@@ -220,7 +220,7 @@ def test_single_file_recipe_contains_its_command(paper):
 @pytest.mark.parametrize("search", sorted(RECIPES.glob("*/search*.yaml")), ids=lambda path: path.stem)
 def test_every_search_file_is_valid(search):
     content = yaml.safe_load(search.read_text())
-    # If a search belongs to a row, its `configs` are merged into the recipe of the row.
+    # If a row uses this search, the files in `configs` of the search are merged into the recipe of the row.
     row = "GEM own head no margin" if "scale" in content else None
     for name, entry in expand_grids(yaml.safe_load((search.parent / "rows.yaml").read_text())).items():
         row = name if entry.search == search.name else row

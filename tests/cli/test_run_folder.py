@@ -40,7 +40,7 @@ def contents(folder):
 
 
 def get_record(folder):
-    """Return the record of a run. Measured times are removed."""
+    """Return the record of a run. Measured times are set to 0."""
     record = read_results(folder)["record"]
     return {**record, "rounds": [{**entry, "seconds": 0} for entry in record["rounds"]]}
 
@@ -89,7 +89,8 @@ def test_newest_checkpoint_ignores_file_times(words, begun, capsys):
     folder = begun / "checkpoints"
     shutil.copy(folder / "last.ckpt", folder / "before.ckpt")
     main(["fit", str(begun), "--trainer.max_epochs", "4"])
-    os.utime(folder / "before.ckpt", (2e9, 2e9))  # `cp -r` changes the times of files.
+    # Make the copy newer, because `cp -r` also changes the times of files.
+    os.utime(folder / "before.ckpt", (2e9, 2e9))
     assert newest_checkpoint(folder) == folder / "last.ckpt"
     main(["fit", str(begun), "--ckpt_path", str(folder / "before.ckpt"), "--trainer.max_epochs", "3"])
     assert len(get_record(begun)["rounds"]) == 3  # `--ckpt_path` can select an older checkpoint.

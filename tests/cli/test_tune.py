@@ -32,7 +32,7 @@ SEARCH = {
 
 @pytest.fixture
 def recipe(small_recipe):
-    """Return a small recipe with two clients and validation samples."""
+    """Return overrides of the quickstart recipe: one round, two clients, and validation samples."""
     return small_recipe(rounds=1, clients=2, split={"validation": 0.3})
 
 
@@ -100,13 +100,13 @@ def test_tune_end_to_end_writes_best_recipe(search, tmp_path, capsys):
         results = json.loads((tmp_path / f"fit-{seed}" / "results.json").read_text())
         values.append(results["metrics"]["final_accuracy/server"])
     assert float(best["final_accuracy/server"]) == pytest.approx(sum(values) / 2, abs=1e-12)
-    # The objective was measured on the validation samples: 0.3 of the training samples, which are 0.8 of 1797
-    # samples.
+    # The objective was measured on the validation samples. 80 % of the 1797 samples are training samples, and 30 % of
+    # the training samples are used for validation.
     folder = tmp_path / "out" / f"trial-{int(best['trial']):04}" / "seed-0"
     results = json.loads((folder / "results.json").read_text())
     assert results["measured_on"] == "validation"
     assert sum(results["record"]["totals"]) == pytest.approx(0.3 * 0.8 * 1797, abs=10)
-    # best.yaml changes only the searched settings.
+    # The trial has the searched values. All other settings are those of the recipe.
     config, settings = yaml.safe_load((folder / "config.yaml").read_text()), yaml.safe_load(recipe.read_text())
     callbacks = config["trainer"]["callbacks"]
     assert [callback["class_path"].split(".")[-1] for callback in callbacks] == ["FLwF2T", "Replay"]
@@ -115,7 +115,7 @@ def test_tune_end_to_end_writes_best_recipe(search, tmp_path, capsys):
     assert config["model"]["init_args"]["optimizer"]["init_args"]["momentum"] == 0.5
     assert config["model"]["init_args"]["model"]["init_args"]["sizes"] == json.loads(best[SIZES])
     assert config["data"]["batch_size"] == settings["data"]["batch_size"] == int(best["data.batch_size"])
-    # best.yaml does not contain the validation split, so a fit of best.yaml is evaluated on the test samples.
+    # best.yaml does not set `recipe.eval_split`, so a fit of best.yaml is evaluated on the test samples.
     assert "recipe" not in settings
 
 

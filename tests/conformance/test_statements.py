@@ -11,7 +11,7 @@ from lightning_fcl.conformance import NotApplicableError, get_statements
 from lightning_fcl.conformance.fixtures import STATEMENTS
 from lightning_fcl.methods import Method
 
-# The import of the suite registers all statements.
+# `get_statements` imports the suite, which registers all statements.
 get_statements(Method)
 
 
@@ -20,7 +20,7 @@ def squares(step):
 
 
 class Plain(Method):
-    """A method without changes, which is FedAvg."""
+    """A method that overrides no hook, so that the training is FedAvg."""
 
 
 class DrawsAnything(Method):

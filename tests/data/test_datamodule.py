@@ -232,7 +232,7 @@ def test_random_splits_in_setup_are_disjoint_and_reproducible(quiet, kind):
     assert torch.equal(state, torch.get_rng_state())
     found = [rows(task.trained), rows(stream.val_dataloader()), rows(stream.test_dataloader())]
     assert list(map(len, found)) == [30, 10, 24] and sorted(itertools.chain(*found)) == list(range(64))
-    # Another process would get the same splits.
+    # A second stream makes the same splits, so another process would also make the same splits.
     assert found[1:] == [rows(again.val_dataloader()), rows(again.test_dataloader())]
 
 
@@ -255,9 +255,9 @@ def test_data_module_hooks_run_once_with_trainer(quiet):
 
 @pytest.mark.parametrize("clients", [1, 2])
 def test_prepare_data_in_fit_has_trainer(quiet, clients):
-    """A plain Trainer sets the attribute `trainer` too.
+    """As in a plain Trainer, the data module has the attribute `trainer` when `prepare_data` runs.
 
-    `LightningNodeData` of PyTorch Geometric uses this attribute in `prepare_data`.
+    `LightningNodeData` of PyTorch Geometric uses this attribute.
     """
 
     class Asks(Splits):

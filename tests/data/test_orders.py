@@ -72,7 +72,7 @@ def test_keyed_permutations_depend_on_seed_client_round_and_stream():
 
 
 def test_keyed_permutations_are_uniform():
-    """Each sample is first equally often, and each pair of samples occurs in both orders equally often."""
+    """Each sample is at each position equally often. Samples 0 and 1 occur in both orders equally often."""
     keys = make_client_keys(0, [str(client) for client in range(20000)])
     drawn = keyed_permutations(keys, np.full(len(keys), 5), stream=0)
     for place in range(5):

@@ -1,4 +1,4 @@
-"""Tests of typical user data: objects with items, all number types, columns of pandas, and targets of any structure."""
+"""Tests of user data: classes with `__getitem__`, all number types, pandas columns, and targets of any structure."""
 
 from typing import NamedTuple
 

@@ -203,7 +203,7 @@ def test_only_one_batch_is_read_at_a_time(quiet):
     stream, task = stream_of(Counting(), partition=IID(1)), Watch()
     task.read = []
     stream.setup("fit")
-    # Setup has compared some items with `.targets`.
+    # `setup` has read some items to compare them with `targets`, so reset the count.
     Counting.held = 0
     L.Trainer(strategy=FederatedStrategy(max_vectorized_clients=1, seed=0), max_epochs=1, **quiet).fit(
         task, datamodule=stream

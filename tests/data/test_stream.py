@@ -1,4 +1,4 @@
-"""Tests of datasets as federated streams."""
+"""Tests that `FederatedStream` splits datasets between clients and rounds, and returns the requested samples."""
 
 import numpy as np
 import pytest
@@ -50,7 +50,7 @@ def prepared(*args, scenario=None, **kwargs):
 
 
 def used(stream):
-    """Return the training samples of each client in all rounds."""
+    """Return the training samples of each client, concatenated over all rounds."""
     return {c: np.concatenate([r[c] for r in stream.plan.train if c in r]) for c in stream.plan.clients}
 
 

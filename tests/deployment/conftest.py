@@ -162,7 +162,7 @@ class Rehearsal:
         return (self.folder / "deployed" / "files.txt").exists()
 
     def memory(self, client):
-        """Return the folder of a client's state in this run. Folders of earlier runs are ignored."""
+        """Return the folder of a client's state in this run, or None. Folders of earlier runs are ignored."""
         own = (self.folder / "memories").glob(f"*/{client}")
         return next((folder for folder in own if folder.parent.name not in self.earlier), None)
 

@@ -35,7 +35,7 @@ class Clock:
 
 
 class Air:
-    """A link to nodes. A node is a function of a message and the time that returns an answer, or None for no answer."""
+    """A link to nodes. A node is a function that takes a message and the time, and returns an answer or None."""
 
     def __init__(self, clock):
         self.clock, self.numbers, self.there, self.sent, self.log = clock, count(), {}, {}, []

@@ -1,4 +1,4 @@
-"""Tests that invalid answers of one client end no round.
+"""Tests that invalid answers of one client do not stop a round.
 
 The resulting model is bitwise identical to the model that the honest clients train alone.
 """
@@ -190,7 +190,7 @@ def damaged(rng, data):
 
 
 def mutated(rng, message, others):
-    """Return a copy of the message with one or two random changes."""
+    """Return a copy of the message with one to three random changes."""
     if rng.random() < 0.3:
         message = rng.choice(list(KINDS.values()))[0](message)
     for _ in range(rng.randrange(1, 3)):

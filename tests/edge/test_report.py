@@ -30,7 +30,8 @@ RECIPE = {
         },
     },
 }
-# For each layer of DSICNet: the numbers of output positions, input channels and output channels.
+# For the first layer (the stem), and for each pair of a depthwise and a pointwise layer of DSICNet: the numbers of
+# output positions, input channels and output channels.
 STEM = (32 * 24, 1, 16)
 PAIRS = [
     (32 * 24, 16, 32),
@@ -101,7 +102,8 @@ def test_device_report_memory_equals_paper(report):
     learning = report["memory"]["learning"]
     assert learning["bytes"] == pointwise == pytest.approx(29_000, rel=0.05)
     assert learning["layer"] == "model.head.pointwise.convolution"
-    # `at_once` also includes the gradients of the weights and of the output. The frozen backbone needs no gradient.
+    # `at_once` also includes the gradients of the weights, of the bias and of the output. The frozen backbone needs no
+    # gradient.
     assert learning["at_once"] == pointwise + 4 * (64 * 80 + 80 + 80 * 12)
     assert report["memory"]["inference"] == {
         "bytes": 32 * 24 * (16 + 32),
@@ -346,7 +348,7 @@ def test_device_report_reservoir_uploads_statistics(symmetric):
     units, steps = 40, 40
     packed = units * (units + 1) // 2 if symmetric else units**2
     sync = report["synchronisation"]
-    # A, B and n are uploaded. The solution is downloaded.
+    # The client uploads the ridge statistics A and B, and the number of samples. It downloads the ridge readout.
     assert sync["upload_bytes"] == sync["simulated_upload_bytes"] == 8 * (4 * units + packed) + 8
     assert sync["download_bytes"] == 8 * 4 * units
     assert report["macs"] == {

@@ -1,4 +1,4 @@
-"""Tests of checksum lists: files with their SHA-256."""
+"""Tests of checksum lists, which contain the SHA-256 of each file."""
 
 import hashlib
 

@@ -178,7 +178,7 @@ def test_server_aggregates_decoded_updates(code, store):
         for row, client in enumerate("abc"):
             assert equal(federation.client_store[client]["residual"], left[row])
         module.load_state_dict(result)
-    # The single bias, the buffers and the frozen parameter are sent uncompressed.
+    # The bias with a single element, the buffers and the frozen parameter are sent uncompressed.
     assert set(left[0]) < set(federation.state)
 
 

@@ -15,7 +15,7 @@ from lightning_fcl.rng import make_client_keys
 
 
 def plan_of(clients=8, rounds=40, absent=None):
-    """Return a plan of clients with different numbers of samples. Some clients have no data in some rounds."""
+    """Return a plan of clients with different numbers of samples. ``absent`` maps clients to rounds without data."""
     names = [f"c{i}" for i in range(clients)]
     gone = absent or {}
     return Plan(

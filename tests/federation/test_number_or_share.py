@@ -1,4 +1,4 @@
-"""Tests of arguments that take a number or a fraction: the integer 1 logs a warning if it differs from 1.0."""
+"""Tests of arguments that take a number or a fraction: the integer 1 logs a warning if 1.0 has another meaning."""
 
 import logging
 

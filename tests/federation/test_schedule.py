@@ -46,6 +46,7 @@ def test_deadline_slower_clients_are_late(plan):
         (2, None, ["0", "2"], 2.0),
         # The deadline comes before the target is reached.
         (2, 1.5, ["0"], 1.5),
+        # The target is reached before the deadline.
         (3, 30.0, ["0", "2", "5"], 3.0),
         # All uploads arrive.
         (9, None, ["0", "1", "2", "3", "4", "5"], 9.0),

@@ -77,7 +77,7 @@ class Updates(UploadTransform):
 
 
 class AddsToSums(UploadTransform):
-    """Adds a number to each element of a round's sum, and divides the sum by a fixed number of clients."""
+    """A transform that adds a number to each element of a round's sum, and divides by a fixed number of clients."""
 
     stage = Stage.NOISE
 

@@ -122,7 +122,7 @@ SUPERCLASSES = {
 
 
 def cifar_contents() -> dict[str, dict]:
-    """Return the contents of the original pickles, with two training images and one test image per class."""
+    """Return the contents of the original pickles by name, with two training images and one test image per class."""
     rng = np.random.default_rng(0)
     coarse = {label: number for number, labels in enumerate(SUPERCLASSES.values()) for label in labels}
     contents = {}

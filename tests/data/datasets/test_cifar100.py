@@ -27,7 +27,7 @@ def test_load_cifar100_original_folder_reads_pixels_and_labels(tmp_path, cifar, 
     data = photographs.load_cifar100(tmp_path, normalize="none")
     rows = np.concatenate([cifar.contents[part]["data"] for part in ("train", "test")])
     assert data.x.dtype == np.uint8 and data.x.shape == (300, 3, 32, 32)
-    # Each row contains all red values row by row, then green, then blue.
+    # Each line of `rows` is an image: all red values from top to bottom, then all green values, then all blue values.
     for channel in range(3):
         np.testing.assert_array_equal(data.x[:, channel, 5, 7], rows[:, 1024 * channel + 32 * 5 + 7])
     np.testing.assert_allclose(data.samples().reshape(300, -1), rows / 255, rtol=1e-6)

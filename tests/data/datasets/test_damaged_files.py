@@ -120,7 +120,7 @@ def test_readers_missing_or_unreadable_file_raises_with_path(tmp_path, suffix, r
 
 
 def member(header, claimed=None, zeros=0):
-    """Return an npz file with an array header and zeros. `claimed` is the size that the zip directory states."""
+    """Return the bytes of an npz file with an array of zeros. `claimed` is the size that the zip directory states."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
         with archive.open("x.npy", "w", force_zip64=True) as file:
@@ -132,7 +132,7 @@ def member(header, claimed=None, zeros=0):
 
 
 def zipped(content):
-    """Return an npz file whose array file has the given bytes."""
+    """Return the bytes of an npz file whose member `x.npy` has the given bytes."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         archive.writestr("x.npy", content)

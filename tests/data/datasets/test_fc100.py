@@ -5,7 +5,7 @@ import numpy as np
 from lightning_fcl.data.datasets import photographs
 from lightning_fcl.data.datasets.readers import SOURCES
 
-# Split in the code of TADAM's authors, by the number of the superclass.
+# Numbers of the superclasses for training, validation and test, in this order, from the code of TADAM's authors.
 SPLIT = (1, 2, 3, 4, 5, 6, 9, 10, 15, 17, 18, 19, *(8, 11, 13, 16), *(0, 7, 12, 14))
 
 

@@ -45,7 +45,7 @@ def faces() -> np.ndarray:
 
 
 def npz(**changes) -> dict[str, np.ndarray]:
-    """Return arrays of three people with 36, 35 and 40 images."""
+    """Return the arrays of an npz file, with three people who have 36, 35 and 40 images."""
     return {
         "X": np.random.default_rng(0).integers(256, size=(111, 64, 48), dtype=np.uint8),
         "y": np.repeat(np.arange(3, dtype=np.uint8), [36, 35, 40]),

@@ -22,7 +22,7 @@ REMEDY = "Delete this copy and run `lightning-fcl data download ucihar`"
 
 
 def tokens(part: str) -> dict[str, list[list[str]]]:
-    """Return numbers as text in the publishers' format, with three digits in the exponent."""
+    """Return the numbers of each file as text in the publishers' format, with three digits in the exponent."""
     values = np.random.default_rng(len(part)).normal(size=(9, len(Y[part]), 128)) * 0.3
     shown = [
         [[f"{v:.7e}".replace("e-0", "e-00").replace("e+0", "e+00") for v in row] for row in file] for file in values
