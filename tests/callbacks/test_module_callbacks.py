@@ -18,7 +18,7 @@ X = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
 
 
 class Scaling(nn.Module, Callback):
-    """Scales the inputs of each batch in place."""
+    """A submodule and callback that replaces the inputs of each batch by scaled inputs."""
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         batch[0] = batch[0] / 8
@@ -28,7 +28,7 @@ class Scaling(nn.Module, Callback):
 
 
 class Error(nn.Module, Callback):
-    """Measures the error of the outputs of the test step."""
+    """A submodule and callback that logs the mean squared error of the outputs of `test_step`."""
 
     def __init__(self):
         super().__init__()

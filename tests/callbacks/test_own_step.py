@@ -62,7 +62,7 @@ class OneLogit(Own):
 
 
 class Line(Own):
-    """A regression module that logs its metrics at the end of an epoch."""
+    """A regression module that logs its metrics at the end of each validation epoch."""
 
     def __init__(self):
         super().__init__()

@@ -60,7 +60,7 @@ def over(base, more):
 
 
 class Wire:
-    """A link to nodes in this process that converts all messages and answers to Flower's records."""
+    """A link to nodes in this process. All messages and answers are converted to Flower's records."""
 
     def __init__(self, nodes):
         self.reached = dict(enumerate(nodes, start=7))

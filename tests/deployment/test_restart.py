@@ -186,7 +186,7 @@ def test_invalid_aggregate_does_not_overwrite_last_good_checkpoint(
 
 @pytest.mark.seconds
 def test_node_rejects_round_before_its_latest_round(rehearsal, wire, caplog):
-    """A node rejects a server that goes back by two rounds. A server without checkpoints starts a new federation."""
+    """A node that has trained round 3 rejects round 0. A server without checkpoints starts a new federation."""
     one = rehearsal()
     one.simulate()
     nodes = one.nodes()

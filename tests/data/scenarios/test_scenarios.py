@@ -364,7 +364,10 @@ def test_odfcl_uses_every_sample_once(nodes, validation):
 
 @pytest.mark.parametrize("nodes", [1, 2, 3, 5])
 def test_odfcl_history_adds_seen_samples_and_base_share(nodes):
-    """Joint training uses the samples of the node's rounds so far, and the node's share of the base session."""
+    """With `history="seen"`, a node trains on the samples of its rounds so far and on its share of the base session.
+
+    With `history="all"`, the node trains on the samples of all its rounds and on this share from the first round on.
+    """
     plain, seen, everything = (odfcl(PEOPLE, num_nodes=nodes, history=h) for h in ("round", "seen", "all"))
     shares = [np.concatenate(list(plan.train[0].values())) for plan in (seen, everything)]
     assert sorted(shares[0]) == sorted([*plain.base_samples, *np.concatenate(list(plain.train[0].values()))])
