@@ -1,4 +1,4 @@
-"""Errors that the library raises: the expected value, the actual value, and a hint on how to fix the error."""
+"""Errors that the library raises. A message contains the expected value, the actual value, and often a hint."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class FileAccessError(LightningFCLError, OSError):
 
 
 class FileConflictError(LightningFCLError, FileExistsError):
-    """An error for a file or folder to be written that already exists with other content."""
+    """An error for writing a file or folder that already exists with other content."""
 
     code = "file-conflict"
 

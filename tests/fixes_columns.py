@@ -56,6 +56,12 @@ ROWS |= {
         {"text": "a,b,y\n1,2,p\n3,4.0,q\n"},
         "Write decimal numbers with a point, and put text that has commas in quotation marks.",
     ),
+    "table with a missing cell": Row(
+        read_table,
+        {"text": "a,b,y\n1,2,p\n3,4\n"},
+        {"text": "a,b,y\n1,2,p\n3,4,q\n"},
+        "Add the missing cells to the row.",
+    ),
     "table with a comma in text": Row(
         read_table,
         {"text": "a,b,y\n1,2,p\n3,4,q,r\n"},

@@ -65,7 +65,7 @@ TRIED_ELSEWHERE: dict[str, list[str]] = {
     "file with `group`, or use `ClassIncremental` in the recipe.": [
         "tests/deployment/test_node_data.py::test_domain_incremental_without_group_raises",
     ],
-    "Set both in the run configuration: clients=": [
+    "Set `clients` in the run configuration, for example clients=": [
         "tests/deployment/test_node_data.py::test_serve_stationary_with_node_files_equals_simulation",
     ],
     ", or use another repository.": ["tests/zoo/test_hub.py::test_push_rejected_changes_nothing"],

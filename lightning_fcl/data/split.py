@@ -41,7 +41,7 @@ class Split:
         validate_fields(self)
 
     def split_indices(self, samples: Samples, rng: np.random.Generator) -> tuple[IntArray, IntArray, IntArray]:
-        """Return the numbers of the training, validation and test samples, in this order.
+        """Return the indices of the training, validation and test samples, in this order.
 
         Raises:
             ValueError: If the data do not have the requested sets or owners, or if no training samples remain.
@@ -98,7 +98,7 @@ def _set_aside(
     owner_names = np.array([str(owner) for owner in selection])
     missing = sorted(set(owner_names) - set(present))
     if missing:
-        present_owners = format_names(sorted(set(present))) or "no owners, because no samples remain"
+        present_owners = format_names(sorted(set(present))) or "the remaining owners (none)"
         raise InvalidValueError(
             f"Expected the owners in `{name}` to be among {present_owners}, but got {format_names(missing)}.",
             hint=did_you_mean(missing[0], present.tolist()) or f"Remove {format_names(missing)}.",

@@ -44,11 +44,11 @@ class FederatedStream(L.LightningDataModule):
 
     Args:
         data: Name of a public dataset (`lightning_fcl.data.datasets`), or a `DatasetSpec` with arguments of the
-            function that loads the dataset, or an `ArrayDataset`. You can also pass your own data. A map-style dataset
-            is any object with ``__len__`` and ``__getitem__``. A dict can contain the splits ``train``, ``validation``
-            and ``test``. The test and validation sets of a LightningDataModule are the default `split`. The loaders of
-            the module define the settings below that you do not pass. For several clients, pass a dict or list with a
-            dataset, data module or dict of splits for each client.
+            function that loads the dataset, or an `ArrayDataset`. You can also pass a map-style dataset, which is any
+            object with ``__len__`` and ``__getitem__``. Or pass a dict with the splits ``train``, ``validation`` and
+            ``test``, or a LightningDataModule. The test and validation sets of a LightningDataModule are the default
+            `split`. The loaders of the module define the settings below that you do not pass. For several clients, pass
+            a dict or list with a dataset, data module or dict of splits for each client.
         scenario: Scenario, or the name of its class. The scenario defines the classes or domains of each round.
             Default: `ClassIncremental`.
         partition: Partition, or the name of its class. The partition divides the samples among clients. Default:
@@ -90,8 +90,8 @@ class FederatedStream(L.LightningDataModule):
     def __init__(
         self,
         data: StreamData = "digits",
-        # The default is not "ClassIncremental", because jsonargparse would pass the arguments of this class to the
-        # class that a user selects.
+        # The default is not "ClassIncremental". Otherwise, jsonargparse would pass the arguments of `ClassIncremental`
+        # to the class that a user selects.
         scenario: Scenario | str | None = None,
         partition: Partition | str | None = None,
         split: Split | None = None,
@@ -304,7 +304,7 @@ class FederatedStream(L.LightningDataModule):
         return read_batches(partial(self.samples.get, split_name=split_name), requests, loading)
 
     def client_round(self, client: str, round_idx: int) -> ClientRound:
-        """Return the data about a client in a round that methods can read."""
+        """Return a `ClientRound`, which contains the data that methods can read about a client in a round."""
         plan = self.plan
         indices, numbers = plan.train[round_idx].get(client, EMPTY), plan.experiences[client]
         last = round_idx + 1 == plan.num_rounds or numbers[round_idx + 1] != numbers[round_idx]
@@ -325,7 +325,7 @@ class FederatedStream(L.LightningDataModule):
         )
 
     def sample_history(self, client: str, round_idx: int, trained: Iterable[int]) -> SampleHistory:
-        """Return the numbers of a client's samples in a round, and in the earlier rounds in which the client trained.
+        """Return the indices of a client's samples in a round, and in the earlier rounds in which the client trained.
 
         Args:
             client: Name of the client.

@@ -118,7 +118,7 @@ class Table(Dataset[tuple[Tensor, Any]]):
 
     @property
     def x(self) -> Tensor:
-        """Features, shape (n, features), as float32."""
+        """Normalized features, shape (n, features), as float32."""
         return self._content[0]
 
     @property
@@ -157,7 +157,9 @@ def _read_csv(path: Path, features: Sequence[str], target: Sequence[str]) -> tup
             raise InvalidValueError(
                 f"Expected the number of cells in each row of {path} to be {len(header)}, as in the header, but got "
                 f"{len(row)} in {describe_row(number)}.",
-                hint="Write decimal numbers with a point, and put text that has commas in quotation marks.",
+                hint="Write decimal numbers with a point, and put text that has commas in quotation marks."
+                if len(row) > len(header)
+                else "Add the missing cells to the row.",
                 argument="data",
             )
         for name, position in zip(features, positions, strict=False):

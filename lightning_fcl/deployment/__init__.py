@@ -2,5 +2,6 @@
 
 Each node trains one client on its own data. On the server, a Lightning Trainer aggregates the uploads of the nodes.
 
-This package contains no sockets, no schedulers and no local training. Only `messages`, `flower` and `node` call Flower.
+Flower transmits the messages and starts the processes. Local training uses the same code as a simulation. Only
+`messages`, `flower` and `node` call Flower.
 """

@@ -16,7 +16,7 @@ from pathlib import Path
 from lightning_fcl.errors import ConnectionFailedError, InvalidStateError, InvalidValueError
 
 AHEAD, BEHIND = 5.0, 300.0
-"""Maximum number of seconds that a node's clock may be ahead of the SuperLink's clock, and behind this clock."""
+"""Largest allowed differences in seconds: of a node's clock that is ahead of the SuperLink's clock, or behind."""
 
 # Maximum error of the measured difference in seconds. The date in the SuperLink's response has whole seconds.
 _PRECISION = 1.5
@@ -39,11 +39,11 @@ def check_clock(address: str | None, certificates: Path | None = None, insecure:
     """
     offset = _measure(address, certificates, insecure)
     if not _PRECISION - BEHIND <= offset <= AHEAD - _PRECISION:
-        side = "ahead of" if offset > 0 else "behind"
+        side = "ahead" if offset > 0 else "behind"
         raise InvalidStateError(
-            f"Expected the clock of this machine to be at most {AHEAD - _PRECISION:g} s ahead of the SuperLink's "
-            f"clock, and at most {BEHIND - _PRECISION:g} s behind it, but it is about {abs(offset):.0f} s {side} it. "
-            "The SuperLink can reject the requests of this machine.",
+            f"Expected the clock of this machine to be at most {AHEAD - _PRECISION:g} s ahead of the SuperLink's clock "
+            f"and at most {BEHIND - _PRECISION:g} s behind, but this machine's clock is about {abs(offset):.0f} s "
+            f"{side}. The SuperLink can reject the requests of this machine.",
             hint="Synchronize the clocks of both machines, for example with `timedatectl set-ntp true`.",
         )
     return offset

@@ -154,7 +154,7 @@ class ServerRound(Round):
         super().finish()
         rounds, seconds = self.federation.module.trainer.max_epochs, time.monotonic() - self._began
         log.info(
-            "Round %d ended with uploads of %d of %d clients after %.1f s. The run has %s rounds.",
+            "Round %d ended with answers of %d of %d sampled clients after %.1f s. The run has %s rounds.",
             *(self.number, *self._counts, seconds, rounds),
         )
 
@@ -197,7 +197,7 @@ class NodePool:
         }
         hello = {**self._head(federation, number), "kind": "hello", "held": sorted(untransferred_state)}
         self.members.start_round(hello, digest(untransferred_state), federation.stream.plan.clients)
-        log.info("Round %d began with %d sampled clients.", number, len(sampled_clients))
+        log.info("Round %d began. Number of sampled clients: %d.", number, len(sampled_clients))
 
         def take(client: str, answer: RecordDict, sent_header: Mapping[str, Any]) -> bool:
             if client in server.record.accepted:
@@ -227,10 +227,10 @@ class NodePool:
             raise InvalidStateError(
                 f"{fewer}).",
                 hint="Start the nodes of these clients, and then start the server again. The server resumes from its "
-                "newest checkpoint.",
+                "newest checkpoint, if any.",
             )
         if num_accepted < min_answers:
-            log.warning("%s). The run continues with these uploads.", fewer)
+            log.warning("%s). The run continues.", fewer)
         return num_accepted
 
     def close(self, out: Path) -> None:
@@ -427,7 +427,7 @@ def serve(
         raise MissingValueError(
             "Expected `clients` together with `data`, because the server's data does not name the clients, but got "
             "no `clients`.",
-            hint='Set both in the run configuration: clients="a,b,c".',
+            hint='Set `clients` in the run configuration, for example clients="a,b,c".',
         )
 
     nodes = NodePool(link, recipe_fingerprint(read_recipe(recipe)), terms)

@@ -131,7 +131,8 @@ def _read_node_config(context: Context) -> tuple[str, DataSource, str | None]:
     if not client:
         raise RejectedMessageError(
             f"Expected a node config that names the client and its data, but got {dict(node)}.",
-            hint="""Start the node with --node-config 'client="a" data="a.npz"'.""",
+            hint="""Start the node with --node-config 'client="a" data="a.npz"'. """
+            "In Flower's simulation, set `clients` in the run configuration to the names of all clients.",
             argument="client",
             code="unnamed-client",
         )

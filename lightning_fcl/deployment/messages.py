@@ -186,8 +186,8 @@ def to_tensor(name: str, data: bytes, dtype: str, shape: Sequence[int]) -> Tenso
     kind = _TYPES.get(dtype)
     if kind is None or min(shape, default=0) < 0 or math.prod(shape) * kind.itemsize != len(data):
         raise RejectedMessageError(
-            f"Expected `{name}` to have a supported type and the number of bytes of its shape, but got {len(data)} "
-            f"bytes of type {dtype:.40} and shape {shape}."
+            f"Expected `{name}` to have a supported type, and the number of bytes that the shape requires, but got "
+            f"{len(data)} bytes of type {dtype:.40} and shape {shape}."
         )
     if kind is torch.bool and max(data, default=0) > 1:
         raise RejectedMessageError(
@@ -316,7 +316,7 @@ class GridLink:
                 yield from ((message, answer) for answer in self._pulls.pop(message).result())
 
     def _look(self, message: str, pull: Future[list[RecordDict | str]]) -> None:
-        """Request the answer to a message from Flower, and set the result. An unreadable answer becomes a text."""
+        """Request the answer to a message, and set the result of ``pull``. An unreadable answer becomes a text."""
         try:
             answers = [
                 sanitize_reason(f"Expected an answer, but Flower reports: {answer.error.reason}")

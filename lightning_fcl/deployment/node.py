@@ -120,7 +120,10 @@ class Node:
         return client_folder(self._folder, parse_file_name(head, "federation"), self.client)
 
     def _hello(self, parcel: Parcel) -> Parcel:
-        """Return a message with the number of samples, and a digest of initial values of tensors not transferred."""
+        """Return a message with the number of the client's samples, and with a digest of tensors.
+
+        The digest is of the initial values of the tensors that are neither uploaded nor downloaded.
+        """
         federation_folder = self._federation_folder(parcel.header)
         seed = make_stream(self._recipe).seed
         with about_data():
@@ -131,7 +134,10 @@ class Node:
         return Parcel({"samples": samples, "held": digest({name: state[name] for name in names})})
 
     def _train(self, parcel: Parcel) -> Parcel:
-        """Train the client from the server's state. Return a message with the upload, or with 0 samples."""
+        """Train the client from the server's state. Return a message with the upload.
+
+        If the client has too few samples in this round, the message has no tensors and the number of samples is 0.
+        """
         head, outline, parts = (
             parcel.header,
             ClientOutline.from_dict(parcel.header["outline"]),
@@ -314,7 +320,7 @@ def train_client(node_recipe: NodeRecipe, state: State, client_state: Path, head
 
 
 def _receive(parts: NodeRecipe, state: State, state_folder: Path) -> NodeServer:
-    """Load tensors from the server into the module. Return the server's state on the node, with the client's store."""
+    """Load tensors from the server into the module. Return a `NodeServer` with the client's store."""
     module_state = state_tensors(parts.module)
     model, extra = (
         {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
@@ -346,8 +352,9 @@ def client_folder(folder: Path, federation: str, client: str) -> Path:
 def client_state_folder(folder: Path, client: str, round_idx: int) -> Path:
     """Return the folder with a client's state from before a round. The state is restored if the round is repeated.
 
-    The files are written in this order, and each write survives a power failure: the state before the round, the number
-    of the round, the state after the round. A damaged number is computed again from the states.
+    The files are written in this order: the state before the round, the number of the round, the state after the round.
+    Each file is flushed to the disk before the next file is written. If the file with the number is damaged, the number
+    is computed from the states.
 
     Raises:
         DamagedFileError: If a damaged file is needed and cannot be computed again.

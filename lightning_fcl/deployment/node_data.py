@@ -344,9 +344,9 @@ def write_split(stream: FederatedStream, folder: Path) -> list[Path]:
         The paths of the files. The server's file is the first one.
 
     Raises:
-        InvalidValueError: If the stream has transfer hooks, if the recipe lacks settings of the data loaders, if a
-            sample is not a pair of tensors, or if a client is named "server".
-        MissingValueError: If the stream has no test or validation samples, or if a client has no samples.
+        InvalidValueError: If the stream has transfer hooks, if the recipe does not set the data loader settings of a
+            data module, if a sample is not a pair of tensors, or if a client is named "server".
+        MissingValueError: If the stream has neither test nor validation samples, or if a client has no samples.
     """
     check_no_hooks("nodes that have their samples as files", stream.data, stream)
     stream.setup("fit")
@@ -378,8 +378,8 @@ def split_file(folder: Path, client: str) -> Path:
     """
     if client.casefold() == "server":
         raise InvalidValueError(
-            f"Expected a client name other than `server` in any letter case, which is the name of the server's file, "
-            f"but got {client}.",
+            f"Expected a client name other than `server` (in any letter case), because the server's file has this "
+            f"name, but got {client}.",
             hint="Rename the client.",
             argument="client",
             value=client,

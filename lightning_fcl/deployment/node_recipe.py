@@ -57,7 +57,7 @@ _ELSEWHERE = ("batch_size", "shuffle", "drop_last", "num_workers", "seed")
 _BATCHES = {"batch_size": 32, "shuffle": True, "drop_last": False}
 """Values of arguments that the recipe does not set. These values override the settings of data loaders on a node."""
 _SERVER = ("data", "ckpt_path", "weights_only", "out", "recipe")
-"""Sections of a recipe that are not part of its fingerprint, except some entries of `data`."""
+"""Sections that the fingerprint of a recipe omits. Some entries of ``data`` are part of the fingerprint."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class ClientOutline:
         groups_are_classes: Whether the groups are classes.
         experiences: The client's experience in each round.
         tasks: The group numbers of each of the client's experiences.
-        task_classes: All classes of the task of each experience. Empty if tasks are not separate.
-        common_tasks: The classes of each task if all clients have these tasks in common. Otherwise empty.
+        task_classes: All classes of the task of each experience. Empty if the logits of all classes are used.
+        common_tasks: The classes of each different task of all clients, see `Plan.common_tasks`.
         new_classes: The classes that are new to the whole federation in each round.
         old_classes: The classes of earlier experiences of the whole federation in each round.
         history: Rounds whose samples a round contains: ``"round"``, ``"seen"`` or ``"all"``, as in `Plan`.
@@ -135,7 +135,10 @@ Dealt = ClassIncremental | DomainIncremental
 
 
 def dealt_by(scenario: Scenario) -> Dealt | None:
-    """Return the class- or domain-incremental scenario with the same samples as ``scenario``, or None."""
+    """Return the class- or domain-incremental scenario with the same samples as ``scenario``.
+
+    Return None if ``scenario`` assigns single samples to rounds.
+    """
     if isinstance(scenario, Stationary):
         return scenario.as_incremental
     return scenario if isinstance(scenario, Dealt) else None
@@ -337,8 +340,8 @@ def build_node_recipe(recipe: Mapping[str, Any]) -> NodeRecipe:
 def runs_on_nodes(callback: Callback) -> bool:
     """Return whether a callback runs on nodes.
 
-    Methods run on nodes. Checkpoints, early stopping, progress bars and other callbacks of `lightning_fcl.callbacks` do
-    not. All other callbacks run on nodes.
+    Methods run on nodes. Checkpoints, early stopping, progress bars and the callbacks of `lightning_fcl.callbacks` do
+    not run on nodes. All other callbacks run on nodes.
     """
     if isinstance(callback, MethodBase):
         return True

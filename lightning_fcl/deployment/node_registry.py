@@ -103,7 +103,8 @@ class NodeRegistry:
         longest: Additional seconds for which a round waits for enough answers. Also the seconds that a round waits for
             enough clients to join.
         claimed_clients: Client of each key, by the hash of the key. A key always belongs to its first client.
-        registered: Whether the SuperLink only admits registered keys. A client then always belongs to its first key.
+        registered: Whether the SuperLink only admits registered keys. If True, a client always belongs to its first
+            key.
     """
 
     def __init__(
@@ -182,7 +183,7 @@ class NodeRegistry:
         return text
 
     def refresh_nodes(self) -> dict[str, int]:
-        """Update the connected nodes from their answers. Ask new and rejected nodes which clients they train.
+        """Update the connected nodes from their answers. Ask new and ignored nodes which clients they train.
 
         Returns:
             The node of each admitted client.
@@ -352,7 +353,7 @@ class NodeRegistry:
                 )
                 number = self.num_accepted_answers
                 log.warning(
-                    "Waiting for uploads of the clients %s. The round has %d of %d required uploads.",
+                    "Waiting for answers of these clients: %s. Accepted answers: %d. Required answers: %d.",
                     names,
                     number,
                     min_clients,

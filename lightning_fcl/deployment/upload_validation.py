@@ -45,7 +45,8 @@ _EXPLAINED = {
     "other-recipe": "The node and the server have different recipes. Deploy the same recipe on all machines.",
     "other-model": "The tensors from the server do not match the model of the node. Deploy the same recipe on all "
     "machines.",
-    "unnamed-client": "The node config does not name the client. Start the node with --node-config 'client=\"a\" ...'.",
+    "unnamed-client": "The node config does not name the client. Start the node with --node-config 'client=\"a\" ...'. "
+    "In Flower's simulation, set `clients` in the run configuration to the names of all clients.",
     OTHER_ROUND: "The state of the client is of a later round than the server. Restore the server's newest checkpoint.",
     LOST_STATE: "The node has lost tensors that the server sends only once. The server sends them again.",
     UNUSABLE_DATA: "The node cannot use its data. Read the log of the node, and correct its data or its node config.",

@@ -56,7 +56,7 @@ def export_onnx(module: nn.Module, example: Tensor, path: str | Path, tolerance:
     with silence_warnings(), torch.no_grad():
         program: Any = torch.onnx.export(
             _with({Int8Backbone: _OnnxChain, EchoStateNetwork: _OnnxReservoir}, module),
-            # A batch of one would be exported as a constant.
+            # With a batch of one, the batch size would be exported as a constant.
             (torch.cat([example, example]),),
             dynamo=True,
             dynamic_shapes=({0: torch.export.Dim("batch", min=1)},),
@@ -106,7 +106,7 @@ def export_int8_onnx(
         >>> 0 <= share <= 1
         True
     """
-    _check_example(calibration)
+    _check_example(calibration, "calibration")
     path, module = Path(path), copy.deepcopy(module).cpu().eval()
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, atomic_path(path) as partial:
@@ -130,8 +130,8 @@ def export_int8_onnx(
             matches = module(example.cpu()).argmax(dim=1) == _run_onnx(partial, example).argmax(dim=1)
         if (share := float(matches.double().mean())) < agreement:
             raise InvalidValueError(
-                f"Expected at least {agreement} of the predictions to equal PyTorch's predictions, but got {share:.2f} "
-                f"of {len(example)}. Nothing was written.",
+                f"Expected a share of at least {agreement} of the predictions to equal PyTorch's predictions, but the "
+                f"share is {share:.2f} (number of predictions: {len(example)}). Nothing was written.",
                 hint="Pass more inputs in `calibration`, like those of `example`, or use `export_onnx`.",
                 argument="agreement",
                 value=share,
@@ -222,12 +222,12 @@ class WithoutTrainer(nn.Module):
         return outputs
 
 
-def _check_example(example: Tensor) -> None:
+def _check_example(example: Tensor, name: str = "example") -> None:
     if example.dim() < 2 or len(example) == 0:
         raise InvalidValueError(
-            f"Expected `example` to be a batch of at least one input, but got the shape {tuple(example.shape)}.",
+            f"Expected `{name}` to be a batch of at least one input, but got the shape {tuple(example.shape)}.",
             hint="Pass inputs of shape (n, ...) with n of at least 1.",
-            argument="example",
+            argument=name,
         )
 
 

@@ -40,7 +40,7 @@ class StateEntry:
         name: Name of the tensor.
         layer: Name of the layer that contains the tensor.
         num_elements: Number of parameters. 0 for a counter, or for the scales of int8 weights.
-        is_trained: Whether the tensor belongs to M_T.
+        is_trained: Whether the tensor belongs to the trained part M_T.
         nbytes: Bytes on the device. A tensor of M_T is stored unchanged (fp32). A matrix of M_F needs 1 byte per
             weight, and an fp32 scale for each row (output channel). A vector of M_F is fp32. An int8 tensor is
             unchanged.
@@ -64,8 +64,8 @@ class Footprint:
     Args:
         entries: The tensors of the state.
         layers: The layers in the order of the forward pass.
-        frozen_forward: MACs of one sample's forward pass of M_F.
-        trained_forward: MACs of one sample's forward pass of M_T.
+        frozen_forward: MACs of one sample's forward pass of the frozen part M_F.
+        trained_forward: MACs of one sample's forward pass of the trained part M_T.
         learning: MACs of one sample's backward pass of M_T, or of a reservoir's statistics.
         statistics: Whether the module learns by statistics, without a forward pass of the readout.
         folded: Number of folded batch normalizations.
@@ -94,12 +94,12 @@ class Footprint:
         return sum(entry.num_elements for entry in self.entries if entry.is_trained == trained)
 
     def nbytes(self, trained: bool) -> int:
-        """Return the bytes of M_T on the device (``trained=True``), or of M_F (``trained=False``)."""
+        """Return the bytes on the device of the trained part M_T (``trained=True``), or of the frozen part M_F."""
         return sum(entry.nbytes for entry in self.entries if entry.is_trained == trained)
 
     @property
     def activation_nbytes(self) -> int:
-        """Bytes of activations that a learning step stores for the backward pass: the inputs of M_T's layers."""
+        """Bytes of activations that a learning step stores: the inputs of the trained layers. 0 for a reservoir."""
         return 0 if self.statistics else sum(4 * layer.inputs for layer in self.layers if layer.trained)
 
 
@@ -133,7 +133,8 @@ def measure_footprint(module: nn.Module, input_shape: Sequence[int], rules: Redu
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
         raise InvalidValueError(
             f"Expected a model that accepts samples of shape {tuple(input_shape)}, but the model raised: {error}.",
-            hint="Pass the shape of a sample without the batch dimension, as in `--input 1,64,48`.",
+            hint="Pass the shape of a sample without the batch dimension, as in `input_shape=(1, 64, 48)` or "
+            "`--input 1,64,48`.",
         ) from error
     folded = {
         norm: layer
@@ -202,8 +203,9 @@ def _entries(
 def _reservoir(task: ReservoirTask, sample: Tensor, entries: tuple[StateEntry, ...]) -> Footprint:
     """Return the footprint of a reservoir task.
 
-    The reservoir is frozen. The readout adds each state's outer products to A and B (Bacciu et al. 2021, eq. 11-12). A
-    device computes the time steps in sequence. It stores the input of a step, and two states of the current layer.
+    The reservoir is frozen. For each state, the readout adds the outer product of target and state to the sum A, and
+    the outer product of the state with itself to the sum B (Bacciu et al. 2021, eq. 11-12). A device computes the time
+    steps in sequence. The device stores the input of a step, and two states of the current layer.
     """
     with torch.no_grad(), flop_counter() as counter:
         pooled = list(task.readout_inputs(sample))

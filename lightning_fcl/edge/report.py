@@ -26,7 +26,7 @@ from lightning_fcl.io.safe_yaml import parse_dataclass, read_yaml
 from lightning_fcl.validation import above, at_least, did_you_mean, one_of, require_package, validate_fields
 
 PROFILES_FILE = Path(__file__).with_name("profiles.yaml")
-# Defaults from the paper: 28 images of a person, 3 drones in a swarm. Recipes and callers can set other values.
+# Defaults from Kröger et al. 2025: 28 images of a person, and 3 drones in a swarm. Callers can set other values.
 SAMPLES = 28
 NUM_NODES = 3
 
@@ -291,10 +291,10 @@ def _seconds(value: float) -> str:
 
 
 def _memory(footprint: Footprint) -> dict[str, Any]:
-    """Return the number of bytes of activations, of the largest layers, and of the content of RAM and flash."""
+    """Return the ``memory`` section of a report in bytes: largest layers, stored inputs, content of RAM and flash."""
     learning = [layer for layer in footprint.layers if layer.trained]
     step = max(learning, key=lambda layer: layer.working, default=None)
-    # Gradient descent also stores the gradient of M_T, and the server's M_T, which methods such as FedProx use.
+    # Gradient descent also stores the gradient of M_T (the trained part). Methods such as FedProx use the server's M_T.
     copies = 0 if footprint.statistics else 2 * footprint.nbytes(True)
     model = footprint.nbytes(True) + footprint.nbytes(False)
     stored = sum(entry.nbytes for entry in footprint.entries if entry.name not in ("readout.A", "readout.B"))

@@ -1,4 +1,4 @@
-"""Shared parts of pages and charts: self-contained HTML, axes, colors, lines over several seeds, PNG files."""
+"""Functions that reports and figures share: self-contained HTML pages, axes, colors, curves over seeds, PNG files."""
 
 from __future__ import annotations
 
@@ -75,14 +75,14 @@ def write_png(path: Path, chart: Spec) -> Path:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value with a float rounded to four significant digits. Return None for a non-finite float."""
+    """Round a float to four significant digits. Return None for a non-finite float, and other values unchanged."""
     if isinstance(value, float | np.floating):
         return float(f"{value:.4g}") if np.isfinite(value) else None
     return value
 
 
 def client_curves(curves_by_model: Mapping[str, Curve]) -> dict[int, dict[str, float]]:
-    """Return, for each round (from 0), the value of each tested client on all groups that the client has learned."""
+    """Return, by round (from 0), a dict of each tested client's value on all groups that the client has learned."""
     values_by_round: dict[int, dict[str, float]] = {}
     for model, curve in curves_by_model.items():
         for number, value in zip(curve.rounds.tolist(), curve.seen_classes.tolist(), strict=True):

@@ -32,14 +32,14 @@ _VIEWS = ("server, whole test set", "mean over clients, on all experiences so fa
 _KINDS = {"near": "within 0.05", "spread": "within 2 standard deviations", "outside": "outside"}
 
 RunsByName: TypeAlias = Mapping[str, Sequence[Mapping[str, Any]]]
-"""For each row, the contents of ``results.json`` of each seed. The keys are the names of the rows in reports."""
+"""Runs in a report: for the name of each row in the report, the contents of ``results.json`` of each seed."""
 
 
 def compare_page(groups: RunsByName, table: Table | None = None) -> str:
     """Return the HTML of a report on several runs.
 
     Args:
-        groups: For each row, the contents of ``results.json`` of each seed. The keys are the names of the rows.
+        groups: For the name of each row in the report, the contents of ``results.json`` of each seed.
         table: Table that compares the runs with a paper. None if the runs do not reproduce a paper.
 
     Raises:
@@ -112,11 +112,11 @@ def find_runs(folders: Sequence[Path]) -> list[Path]:
 
 
 def runs_by_name(runs: Sequence[Path]) -> dict[str, list[dict[str, Any]]]:
-    """Return, for each row of reports, the results of all seeds. The keys are the names of the rows.
+    """Return a dict that contains, for the name of each row in a report, the results of all seeds of the row.
 
-    The name of a row comes from the recipe. If the recipe has no row, or several folders have the same row, the name is
-    the path of the folder. Folders ``seed-0``, ``seed-1`` and so on in the same folder are the seeds of one row, as
-    `lightning-fcl reproduce` writes them.
+    The name of a row comes from the recipe. If the recipe has no row name, or several folders have the same row name,
+    the name is the path of the folder. Folders ``seed-0``, ``seed-1`` and so on in the same folder are the seeds of one
+    row, as `lightning-fcl reproduce` writes them.
 
     Raises:
         ValueError: If a ``results.json`` is invalid.

@@ -133,7 +133,9 @@ def forgetting(matrix: ArrayLike, t: int) -> float:
 
 
 def backward_transfer(matrix: ArrayLike) -> float:
-    """Return BWT: the change of the accuracy on a task from its last round to the end, mean over tasks 1..T-1.
+    """Return BWT: the change of a task's accuracy from the task's last round to the end, mean over earlier tasks.
+
+    The earlier tasks are all tasks except the last task.
 
     Equation 3 of Lopez-Paz and Ranzato 2017, "Gradient episodic memory for continual learning". Negative if the model
     forgets. NaN if there is only one task, or if the last task has not been learned.

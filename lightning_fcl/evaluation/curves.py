@@ -27,8 +27,8 @@ class Curve:
     Args:
         rounds: Numbers of the rounds in which the model was tested, from 0, shape (R,).
         experience: Number of the model's experience in each of these rounds, from 0, shape (R,).
-        accuracy: Accuracy, or the value of the quantity, in each round and on each group, shape (R, G). NaN for a group
-            without test samples.
+        accuracy: Accuracy, or another evaluated quantity, in each round and on each group, shape (R, G). NaN for a
+            group without test samples.
         overall: Value on the whole test set in each round, shape (R,).
         seen_classes: Value in each round on all groups that the model has learned until this round, shape (R,).
 

@@ -139,7 +139,7 @@ def cell_text(metric: Metric, cell: Cell) -> str:
 
 
 def leaderboard_row(run: Mapping[str, Any]) -> dict[str, float]:
-    """Return the values of `COLUMNS` for a run.
+    """Return the values of the leaderboard's columns for a run, by the name of the column.
 
     Args:
         run: Contents of ``results.json`` of a run whose `ContinualMetrics` tests each client.

@@ -117,7 +117,7 @@ def task_sequences(evaluation: Evaluation) -> list[ModelHistory]:
 
 
 def local_task_sequences(evaluation: Evaluation) -> list[ModelHistory]:
-    """Return the histories of the clients' models before aggregation, of clients with at least two tasks."""
+    """Return the histories of the models before aggregation, for the clients with at least two tasks."""
     return [history for history in evaluation.local_models if len(history.tasks) > 1]
 
 

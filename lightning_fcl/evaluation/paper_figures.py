@@ -1,4 +1,4 @@
-"""Figures of a paper, drawn from the results of its rows over several seeds. `rows.yaml` specifies the figures."""
+"""Figures of a paper. `rows.yaml` specifies the figures, and the rows: named recipes whose runs the figures show."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def draw_tasks(panels: Panels, title: str) -> Spec:
 
 
 def draw_communication(panels: Panels, title: str) -> Spec:
-    """Return the figure of the communication volume of each row, and of its communication time by bandwidth."""
+    """Return the figure of each row's communication volume, and of each row's communication time by bandwidth."""
 
     def volume(row: str, runs: Runs) -> Points:
         """Return the stacked bars of uploads and downloads in megabytes. Values are means over the seeds."""

@@ -1,4 +1,4 @@
-"""Run folders: ``record.jsonl``, ``results.json``, and the files that are made from them.
+"""Functions for run folders: write and read ``record.jsonl`` and ``results.json``, and make the other files of a run.
 
 The checksum list ``files.txt`` is written last. A run is complete if all listed files match the list.
 """

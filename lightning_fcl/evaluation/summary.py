@@ -28,7 +28,7 @@ from lightning_fcl.evaluation.record import get_quantity
 from lightning_fcl.validation import format_names
 
 BANDWIDTHS = (1e5, 2.5e5, 5e5, 1e6, 5e6, 1e7)
-"""Bandwidths in bytes per second. The paper names 100 KB/s and 10 MB/s, and uses 1 MB/s."""
+"""Bandwidths in bytes per second. Zuo et al. (2024) name 100 KB/s and 10 MB/s, and use 1 MB/s."""
 DIRECTIONS = ("upload_bytes", "download_bytes")
 
 
@@ -37,7 +37,7 @@ _HEADLINES = (
     (AVERAGE_ACCURACY, {"clients": "mean over clients and their tasks", "server": "server, mean over its tasks"}),
     (FORGETTING, {"clients": "mean over clients", "server": "server, mean over earlier tasks"}),
 )
-"""Metrics at the top of reports, with a note for each model. Of these models, the first with a value is shown."""
+"""Metrics at the top of reports, with a note for each model. A report shows the first of these models with a value."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,9 @@ def format_value(value: float, unit: Unit = "") -> str:
 
 
 def summary_metrics(results: Mapping[str, Any]) -> list[SummaryMetric]:
-    """Return at most five main numbers of a run."""
+    """Return the main numbers of a run: final and average accuracy, forgetting, worst client and communication.
+
+    Numbers that the run does not have are left out."""
     record, metrics = results["record"], results["metrics"]
     quantity, summaries = get_quantity(record), list[SummaryMetric]()
     for metric, notes in _HEADLINES:

@@ -1,4 +1,7 @@
-"""Tables of a paper: the metrics of each row over several seeds, stored in ``table.json``."""
+"""Tables with the metrics of runs and the values of a paper, stored in ``table.json``.
+
+The runs of a row differ only in the seed.
+"""
 
 from __future__ import annotations
 
@@ -240,7 +243,7 @@ def with_tasks(table: Table, results: Mapping[str, Sequence[Mapping[str, Any]]],
 
 
 def _cells(name: str, curves: Mapping[int, FloatArray], paper: Sequence[float | None] = ()) -> dict[str, Cell]:
-    """Return a cell for each task, by the name of the metric after this task. Tasks without a value are left out."""
+    """Return a cell for each task, by metric name (``gain_after_2/clients``). Tasks without a value are left out."""
     longest = max(map(len, curves.values()), default=0)
     papers = [*paper, *[None] * longest]
     values = [

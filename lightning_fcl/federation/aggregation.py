@@ -184,9 +184,10 @@ def get_reductions(module: nn.Module, rules: ReductionRules | None = None) -> di
 
 
 def frozen_parameters(module: nn.Module, reductions: Mapping[str, Reduction]) -> list[str]:
-    """Return the names of the frozen parameters that clients download, start from and upload by their reductions.
+    """Return the names of the frozen parameters that clients both download and upload.
 
-    The server leaves out such a parameter from an upload if training has not changed the parameter.
+    An upload omits such a parameter if training has not changed the parameter. Parameters with a reduction that
+    overrides ``initial_value`` are not in the result.
     """
     # The state of a module can omit some parameters.
     frozen = [name for name, p in module.named_parameters() if not p.requires_grad and name in reductions]
@@ -221,8 +222,8 @@ class UpdateSums:
 
     Args:
         reductions: The reduction of each entry.
-        mask: The transform with ``sums_only``. The server adds updates that this transform encoded. None: there is no
-            such transform.
+        mask: Upload transform with ``sums_only``. The server then adds the updates that this transform has encoded.
+            None if there is no such transform.
     """
 
     def __init__(self, reductions: Mapping[str, Reduction], mask: UploadTransform | None = None) -> None:

@@ -162,7 +162,7 @@ class ClientSpeeds:
             )
 
     def for_client(self, client: str, seed: int) -> Speed:
-        """Return the speed of a client, with the random factors of ``spread`` but without that of ``variation``."""
+        """Return the speed of a client, with the random factors of ``spread`` but not the factor of ``variation``."""
         if client in self._speeds or not self.spread:
             return self._speeds.get(client, self.typical)
         compute, link = (_factor(self.spread, seed, "speed", part, client) for part in ("compute", "link"))
@@ -208,8 +208,8 @@ def _checked(client: str, speed_values: Any) -> dict[str, float]:
         return numbers
     except (AttributeError, TypeError, ValueError) as error:
         raise InvalidValueError(
-            f"Expected the speed of client {client} to map names from {', '.join(_FIELDS)} to numbers, but got "
-            f"{speed_values!r:.100}: {error}",
+            f"Expected the speed of client {client} to be a dict of numbers with some of the keys "
+            f"{', '.join(_FIELDS)}, but got {speed_values!r:.100}: {error}",
             argument=client,
             value=speed_values,
         ) from error
@@ -236,7 +236,8 @@ def _read(path: Path) -> dict[str, Any]:
     # `csv` stores extra cells of a row under the key None.
     if any(None in row or _CLIENT not in row for row in rows):
         raise InvalidValueError(
-            f"Expected a column `{_CLIENT}`, and no more cells than columns, in each row of {path}.",
+            f"Expected each row of {path} to have a column `{_CLIENT}`, and no more cells than columns, but at least "
+            "one row does not.",
             hint=f"Add a header with the column `{_CLIENT}`, and give each row one cell per column.",
             argument=_CLIENT,
             value=path,

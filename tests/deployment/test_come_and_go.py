@@ -259,7 +259,7 @@ def test_collect_answers_warns_once_a_minute_about_missing_clients(air, gather, 
     gather(["a", "b"], 2)
     said = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
     assert said == [
-        "Waiting for uploads of the clients b. The round has 1 of 2 required uploads."
+        "Waiting for answers of these clients: b. Accepted answers: 1. Required answers: 2."
     ]  # The only warning comes after 60 s of 120 s.
 
 

@@ -48,8 +48,8 @@ def test_flwr_run_stream_shows_ignored_nodes_setting_and_rounds(linked):
     said = at.stream(app, settings)
     for name in NAMES.values():
         assert re.search(rf"INFO Client {name} joined on node \d+\. Number of training samples: \d+\.", said)
-    assert "INFO Round 0 began with 3 sampled clients." in said
-    assert "INFO Round 0 ended with uploads of 3 of 3 clients" in said
+    assert "INFO Round 0 began. Number of sampled clients: 3." in said
+    assert "INFO Round 0 ended with answers of 3 of 3 sampled clients" in said
     assert f"INFO Finished the run. The results are in {one.folder / 'deployed'}." in said
     assert one.ended()
 

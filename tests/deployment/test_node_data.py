@@ -380,7 +380,7 @@ def test_serve_stationary_with_node_files_equals_simulation(rehearsal, wire, sam
     names, source = ["0", "1", "2"], DataSource(str(tmp_path / "server.csv"))
     nodes = [Node(one.recipe, name, str(tmp_path / f"{name}.csv"), tmp_path / "memories") for name in names]
     one.clients = []
-    with pytest.raises(MissingValueError, match=r"Set both in the run configuration: clients="):
+    with pytest.raises(MissingValueError, match=r"Set `clients` in the run configuration, for example clients="):
         one.serve(wire(nodes), source, min_clients=3)
     one.clients = names
     deployed = one.serve(wire(nodes), source, min_clients=3)

@@ -238,5 +238,5 @@ def test_export_int8_onnx_low_agreement_raises_and_keeps_old_file(frozen, tmp_pa
     assert export_int8_onnx(network, images[:120], images, tmp_path / "more.onnx", agreement=0.9) >= 0.9
     export_onnx(network, images[:3], tmp_path / "float.onnx")
     assert (run(tmp_path / "float.onnx", images).argmax(dim=1) == network(images).argmax(dim=1)).all()
-    with raises(InvalidValueError, "example"):
+    with raises(InvalidValueError, "calibration"):
         export_int8_onnx(network, images[:0], images, tmp_path / "net.onnx")

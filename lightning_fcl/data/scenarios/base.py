@@ -113,7 +113,10 @@ class Plan:
         return self.task_classes[client][experience] if self.task_classes else ()
 
     def group_names(self, classes: Sequence[str]) -> list[str]:
-        """Return the names of the test groups: the names of classes, or the numbers of domains."""
+        """Return the names of the test groups: class names, or numbers as text.
+
+        The names are numbers if the groups are domains, or if ``classes`` contains too few names.
+        """
         number = int(self.groups.max()) + 1
         if self.groups_are_classes and number <= len(classes):
             return list(classes[:number])
@@ -121,7 +124,10 @@ class Plan:
 
     @property
     def common_tasks(self) -> tuple[tuple[int, ...], ...]:
-        """Classes of each task, sorted by their first class. Empty if two different tasks share a class."""
+        """Classes of each different task: one tuple for each task, ordered by the first class of the tuple.
+
+        Empty if two different tasks share a class, or if the tasks are domains.
+        """
         parts = self.task_classes or (self.tasks if self.groups_are_classes else {})
         blocks = tuple(sorted({block for own in parts.values() for block in own}))
         labels = [label for block in blocks for label in block]
@@ -129,7 +135,7 @@ class Plan:
 
     @cached_property
     def clients(self) -> tuple[str, ...]:
-        """Names of the clients, in order."""
+        """Names of the clients, in the order of ``experiences``."""
         return tuple(self.experiences)
 
     @cached_property
@@ -177,7 +183,7 @@ class Plan:
         return len(self.train)
 
     def num_rounds_of_tasks(self, tasks: int | None) -> int:
-        """Return the number of rounds until each client has finished its first ``tasks`` tasks. None means all."""
+        """Return the number of rounds until each client has finished its first ``tasks`` tasks. None: all tasks."""
         if tasks is None:
             return self.num_rounds
         ways = set(self.experiences.values())
@@ -248,7 +254,7 @@ class Scenario(ABC):
 
 
 def stratified_split(y: IntArray, fraction: float, rng: np.random.Generator) -> tuple[IntArray, IntArray]:
-    """Return the indices outside of a random ``fraction`` of each class, and the indices in it, in this order."""
+    """Draw a random ``fraction`` of each class. Return two arrays: the indices not drawn, and the drawn indices."""
     if not 0 <= fraction < 1:
         raise InvalidValueError(
             f"Expected the fraction of a split to be at least 0 and below 1, but got {fraction}.",
@@ -276,7 +282,7 @@ def nearest_divisor(number: int, target: int) -> int:
 
 
 def concat_views(clients: Sequence[str], rows: IntArray, counts: IntArray) -> dict[str, IntArray]:
-    """Return the samples of each client as views of one array, without copies.
+    """Return a dict with the samples of each client, as views of ``rows`` instead of copies.
 
     Args:
         clients: Names of the clients.
@@ -288,7 +294,7 @@ def concat_views(clients: Sequence[str], rows: IntArray, counts: IntArray) -> di
 
 
 def with_history(rounds: Sequence[dict[str, IntArray]], history: History) -> tuple[dict[str, IntArray], ...]:
-    """Return rounds whose samples follow a history mode: ``"round"``, ``"seen"`` or ``"all"``. See `Plan`."""
+    """Return the rounds with the additional samples that a history mode requires. See ``history`` of `Plan`."""
     if history == "round":
         return tuple(rounds)
     if history not in ("seen", "all"):

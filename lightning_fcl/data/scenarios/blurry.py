@@ -1,4 +1,4 @@
-"""Scenarios without clear boundaries: blurry or growing classes, samples that are used once, and delayed clients."""
+"""Scenarios `Blurry` and `GrowingClasses`, and the scenarios `Online` and `Delayed`, which change another scenario."""
 
 from __future__ import annotations
 

@@ -215,7 +215,12 @@ def _class_experiences(y: IntArray, experiences: int | Sequence[int], order: Seq
 
 
 def _suggest_experiences(classes: int, num_experiences: int) -> str:
-    """Return a hint with valid values, for a number of experiences that does not divide the number of classes."""
+    """Return a hint with valid values of ``num_experiences``.
+
+    Args:
+        classes: Number of classes.
+        num_experiences: Invalid number of experiences. The hint suggests similar values.
+    """
     nearest = nearest_divisor(classes, num_experiences)
     sizes = [len(part) for part in np.array_split(np.arange(classes), min(max(num_experiences, 1), classes))]
     sizes_hint = f", or the number of classes of each experience, such as {sizes}" if len(sizes) <= 10 else ""
@@ -259,7 +264,7 @@ def make_plan(
     for experience in range(max(len(own) for own in client_parts.values())):
         client_samples = {client: own[experience] for client, own in client_parts.items() if len(own) > experience}
         client_samples = {client: samples for client, samples in client_samples.items() if len(samples)}
-        # All rounds of the experience share one dict, which contains all samples of the experience.
+        # Without `samples_per_round`, all rounds of an experience share one dict with all samples of the experience.
         if number is None:
             train += [{client: _ascending(samples) for client, samples in client_samples.items()}] * num_rounds
             continue
@@ -280,7 +285,7 @@ def make_plan(
         train += [
             {client: _ascending(own[round_idx]) for client, own in pieces.items()} for round_idx in range(num_rounds)
         ]
-    # Clients that share a list of tasks also share the tuple.
+    # Clients that share one list of tasks also share one tuple in the plan.
     shared = {id(own): tuple(own) for own in tasks.values()}
     return Plan(
         train=with_history(train, scenario.history),

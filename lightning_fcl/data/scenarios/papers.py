@@ -37,9 +37,9 @@ class FLwFScenario(Scenario):
         test_per_class: Number of samples of each class in the test set, which all clients share.
         pretrain_per_class: Number of samples of each class for pre-training the initial model.
         tasks: For each client, the classes of each of its tasks, by number or by name. By default, ``client1`` first
-        tasks: For each client, the classes of each of its tasks, by number or by name. By default, ``client1`` first
             has the class with number 1 and then the class with number 2. By default, ``generalized`` has all classes
             in a single task.
+        history: Rounds whose samples a round contains, see `Plan`.
 
     Raises:
         ValueError: If a class has too few samples, or if rounds or samples cannot be divided evenly.
@@ -130,8 +130,8 @@ class ODFCLScenario(Scenario):
         num_people: Number of classes to learn.
         num_base_people: Number of classes in the base session. The other classes are divided evenly among the sessions.
         num_sessions: Number of sessions after the base session.
-        num_nodes: Number of clients. In a session, each client has its own classes. If there are fewer classes than
-            clients, each client has one class or a part of one class.
+        num_nodes: Number of clients. In a session, each client has its own classes. If a session has fewer classes
+            than clients, each client has one class or a part of one class.
         train_per_class: Number of training samples of each class, including the validation samples.
         test_per_class: Number of test samples of each class.
         validation_per_class: Number of the training samples of each class that are used only for validation.
@@ -205,9 +205,9 @@ class ODFCLScenario(Scenario):
         )
 
     def _shares(self, train: Sequence[IntArray]) -> tuple[dict[str, list[IntArray]], dict[str, list[tuple[int, ...]]]]:
-        """Return each node's samples and each node's classes, as two dicts of lists.
+        """Return two dicts, both by node name: the samples of each node, and the classes of each node.
 
-        Each list has one entry for the base session and one entry for each later session.
+        Each value is a list with one entry for the base session and one entry for each later session.
         """
         base, nodes, classes_per_session = (
             self.num_base_people,
@@ -240,7 +240,12 @@ class ODFCLScenario(Scenario):
 def _draw_people(
     y: IntArray, people: int, sizes: tuple[int, int, int], rng: np.random.Generator
 ) -> tuple[IntArray, dict[str, list[IntArray]]]:
-    """Return the classes to learn, in order, and the training, test and validation samples of each of these classes."""
+    """Draw the classes to learn, and the training, test and validation samples of each of these classes.
+
+    Returns:
+        The classes in the order of learning, and a dict with the keys ``train``, ``test`` and ``validation``. Each
+        value is a list with the samples of each class.
+    """
     train, test, validation = sizes
     between(0, train - 1, validation_per_class=validation)
     classes, counts = np.unique(y, return_counts=True)
@@ -358,7 +363,7 @@ class FedViTScenario(Scenario):
         )
 
     def _deal(self, blocks: Blocks, pool: SamplePool, seed: int) -> tuple[dict[str, Blocks], dict[str, list[IntArray]]]:
-        """Return each client's classes and each client's samples, as two dicts with one entry for each block."""
+        """Return two dicts by client: the client's classes in each block, and the client's samples in each block."""
         y, members = pool.y, pool.train
         decks = {
             c: np.random.default_rng([seed, 7, c]).permutation(members[y[members] == c]) for c in np.unique(y).tolist()
