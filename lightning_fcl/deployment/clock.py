@@ -16,7 +16,7 @@ from pathlib import Path
 from lightning_fcl.errors import ConnectionFailedError, InvalidStateError, InvalidValueError
 
 AHEAD, BEHIND = 5.0, 300.0
-"""Largest allowed differences in seconds: of a node's clock that is ahead of the SuperLink's clock, or behind."""
+"""Limits in seconds: a node's clock may be at most `AHEAD` ahead of the SuperLink's clock, or `BEHIND` behind."""
 
 # Maximum error of the measured difference in seconds. The date in the SuperLink's response has whole seconds.
 _PRECISION = 1.5

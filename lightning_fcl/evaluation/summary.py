@@ -77,7 +77,8 @@ def format_value(value: float, unit: Unit = "") -> str:
 def summary_metrics(results: Mapping[str, Any]) -> list[SummaryMetric]:
     """Return the main numbers of a run: final and average accuracy, forgetting, worst client and communication.
 
-    Numbers that the run does not have are left out."""
+    Numbers that the run does not have are left out.
+    """
     record, metrics = results["record"], results["metrics"]
     quantity, summaries = get_quantity(record), list[SummaryMetric]()
     for metric, notes in _HEADLINES:
