@@ -15,13 +15,13 @@ unexport PYTHONDONTWRITEBYTECODE
 	$(BIN)/python -c "import torchvision.ops" || (echo "torch and torchvision have incompatible versions. Remove .venv and install matching versions: https://pytorch.org/get-started" && exit 1)
 	touch $@
 
-demo: .venv/ready ## train ten clients on digits, with and without a method against forgetting
+demo: .venv/ready ## train ten clients on digits, with and without methods against forgetting
 	$(BIN)/lightning-fcl demo
 
 test: .venv/ready ## tests that take less than 0.5 s each, in about four minutes
 	$(BIN)/python -m pytest -n 2 -m "not seconds and not slow"
 
-coverage: .venv/ready ## all tests except those marked slow or long, with the lines that no test runs
+coverage: .venv/ready ## all tests except those marked slow or long; list the lines that no test runs
 	$(BIN)/python -m pytest -n 2 -m "not slow and not long" --cov --cov-report=term
 
 test-slow: .venv/ready ## tests marked seconds or slow, except those marked processes or long
@@ -43,7 +43,7 @@ ABOVE := .venv-third-party
 	$(ABOVE)/bin/python -m pip install --quiet --constraint $(ABOVE)/constraints.txt --requirement tests/third_party/requirements.txt
 	touch $@
 
-test-third-party: .venv-third-party/ready ## LightningModules of other libraries, in a separate environment
+test-third-party: .venv-third-party/ready ## tests with LightningModules of other libraries, in a separate environment
 	$(ABOVE)/bin/python -m pytest -m third_party tests/third_party
 
 # An environment on top of .venv with the oldest supported Flower. All other tests use the newest supported Flower.
@@ -63,7 +63,7 @@ flower-versions: .venv-flower/ready ## deployment tests with the oldest supporte
 CPU ?= OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE ATEN_CPU_CAPABILITY=default MKL_CBWR=SSE4_2
 ON_CPU ?= rounding and not slow and not long
 
-test-cpu: .venv/ready ## tests marked rounding, with the code paths of an old CPU. CPU="MKL_CBWR=AVX2"
+test-cpu: .venv/ready ## tests marked rounding, with the code paths of an old CPU; for another CPU: CPU="MKL_CBWR=AVX2"
 	env $(CPU) $(BIN)/python -m pytest -n 2 -m "$(ON_CPU)" tests
 
 test-portable: .venv/ready ## tests except those marked slow or long, with other CPU code paths and other Python versions

@@ -176,7 +176,11 @@ def plain_step(rounds):
 
 
 def compare_one_at_a_time(rounds, repeats):
-    """Print the ratio of a step's time to the time of a plain Trainer's step, and the time per client besides steps."""
+    """Print two values of sequential training.
+
+    The first value is the time of a step, divided by the time of a plain Trainer's step. The second value is the time
+    of a client in a round in addition to the client's steps.
+    """
     steps, besides = [], []
     for _ in range(repeats):
         one_step_seconds, eight_step_seconds = (

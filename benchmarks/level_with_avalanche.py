@@ -1,12 +1,13 @@
-"""Final accuracy of six methods in a plain Trainer and in Avalanche. The two libraries draw different random numbers.
+"""Final accuracy of six methods in a plain Trainer and in Avalanche. Each library draws its own random numbers.
 
     python benchmarks/level_with_avalanche.py --out runs/benchmarks
 
 The data are scikit-learn's digits in five experiences. There are two benchmarks. Split digits (class-incremental) has
 two classes per experience, in the order of Avalanche's `nc_benchmark`. Permuted digits (domain-incremental) has all
 classes in each experience, with the pixels permuted as in Avalanche's `PermutedMNIST`. Predictions do not use the task
-id. For each seed, both libraries get the same experiences and the same initial weights. Each library draws its own
-order of batches and its own replay samples. `METHODS` lists the equivalent arguments of the two libraries.
+id. For each seed, both libraries get the same experiences and the same initial weights. Each library draws the order of
+batches and the replay samples itself. For fine-tuning (`naive`) and LwF, both libraries draw the same order.
+`METHODS` lists the equivalent arguments of the two libraries.
 `tests/methods/test_level_with_avalanche.py` tests that both libraries give the same weights on the same batches and the
 same stored samples.
 
@@ -125,7 +126,7 @@ def sgd(params):
 
 
 def measure(benchmark, method, library, seed, epochs, tasks):
-    """Return the ``accuracy`` (percent, mean over the experiences) and the processor ``seconds`` of the training."""
+    """Return a dict with the ``accuracy`` (percent, mean over the experiences) and the processor ``seconds``."""
     experiences = BENCHMARKS[benchmark](seed)[:tasks]
     L.seed_everything(seed, verbose=False)
     model = MLP([64, 100, 10])

@@ -3,10 +3,11 @@
     OMP_NUM_THREADS=1 python benchmarks/projection.py
 
 The usual implementation follows the code of GEM's authors. Torch dot products show whether a constraint is violated. If
-so, the gradients are converted to NumPy arrays in double precision. Then G G^T and G g are computed for quadprog, and
-G^T v + g is converted back to single precision. The script times two layouts: gradients as rows, as in this library,
-and gradients as columns of a (p, k) matrix, as in the authors' code. All implementations solve the same problem with k
-independent gradients, of which about half violate their constraint. The results are compared before the timing. The
+so, the gradients are converted to NumPy arrays in double precision. G is the matrix of the k other gradients with p
+entries each, as rows, and g is the gradient. quadprog gets G G^T and G g, and returns k coefficients v. Then G^T v + g
+is converted back to single precision. The script times two layouts: gradients as rows, as in this library, and
+gradients as columns of a (p, k) matrix, as in the authors' code. All implementations solve the same problem with k
+independent gradients. About half of the constraints are violated. The results are compared before the timing. The
 implementations alternate in one process. `--quick` uses small sizes to test the script. Run nothing else on the
 machine.
 """

@@ -134,7 +134,7 @@ def fit(reservoir, x, y):
 
 
 def against_reservoirpy(table):
-    """Compare the time of states and of the readout with reservoirpy, after a check that the results are equal."""
+    """Compare this library's times for states and readout with reservoirpy's, after a check that the results agree."""
     reservoir, (x, y) = network(), sequences(BATCH)
     w_in, w = (weight.double().numpy() for weight in reservoir.weights(0))
     series, targets = x.double().numpy(), np.repeat(np.eye(CLASSES)[y][:, None], STEPS, axis=1)
@@ -149,7 +149,7 @@ def against_reservoirpy(table):
     seconds_by_way = {way: min(seconds(run, forms[way[0]], way[1]) for _ in range(3)) for way in ways}
     form, workers = min(seconds_by_way, key=seconds_by_way.get)
     summary = ", ".join(f"{f} workers={n} {1000 * spent:.0f} ms" for (f, n), spent in seconds_by_way.items())
-    print(f"Forms of reservoirpy: {summary}", file=sys.stderr)
+    print(f"Time of each setting of reservoirpy: {summary}", file=sys.stderr)
 
     difference = np.abs(run(forms[form], workers) - reservoir(x).numpy()).max()
     assert difference < 1e-4, f"states differ by {difference:.1e}"
@@ -261,8 +261,8 @@ def memory(table, counts):
 def scaling(out, quick):
     """Measure and draw the time by the number of units, clients and steps.
 
-    Returns:
-        The curves, as they are written to `reservoir.json`.
+    A list of curves. A curve is a dict: ``against`` (the varied quantity), ``sizes`` (its values), ``what`` (the
+    measured quantity) and ``values`` (one measured value per size).
     """
 
     def middle(function):

@@ -58,7 +58,10 @@ def main():
                 measurement = measured(workload, engine, python, machine_info["device"], options.quick)
                 results[engine].append(measurement)
                 summary = measurement.get("error") or f"{1000 * measurement['round']:.1f} ms per round"
-                print(f"{workload:14} {engine:16} {summary} ({time.monotonic() - start:.0f} s)", flush=True)
+                print(
+                    f"{workload:14} {engine:16} {summary}, measurement took {time.monotonic() - start:.0f} s",
+                    flush=True,
+                )
         content = {"workload": workload, "quick": options.quick, "machine": machine_info, "engines": results}
         (options.out / f"suite-{workload}.json").write_text(json.dumps(content, indent=1) + "\n")
     report.write(options.out, documents=options.write)

@@ -207,7 +207,7 @@ def main():
         ratios = [new / old for new, old in pairs]
         new, old = (1000 * statistics.median(column) for column in zip(*pairs, strict=True))
         print(
-            f"{case:46} {new:8.2f} ms, other {old:8.2f} ms, ratio {statistics.median(ratios):.3f} "
+            f"{case:46} this {new:8.2f} ms, other {old:8.2f} ms, ratio {statistics.median(ratios):.3f} "
             f"({min(ratios):.3f} to {max(ratios):.3f})",
             flush=True,
         )

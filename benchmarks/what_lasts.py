@@ -90,13 +90,14 @@ def final_accuracy(seed: int, should_reset: bool, options: Mapping[str, Any]) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="set the seeds of the runs, at least 2")
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="set at least two seeds of the runs")
     seeds = parser.parse_args().seeds
     for name, options in SETTINGS.items():
         for should_reset in (False, True):
             accuracies = [final_accuracy(seed, should_reset, options) for seed in seeds]
             mean, spread = statistics.mean(accuracies), statistics.stdev(accuracies)
-            print(f"{name}: {'reset' if should_reset else 'kept'} {mean:.3f} ± {spread:.3f}", flush=True)
+            state = "reset" if should_reset else "kept"
+            print(f"{name}: state {state}, final accuracy {mean:.3f} ± {spread:.3f}", flush=True)
 
 
 if __name__ == "__main__":

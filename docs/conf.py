@@ -38,7 +38,7 @@ nb_execution_timeout = 300
 nb_output_stderr = "remove"
 nb_merge_streams = True
 nb_render_markdown_format = "myst"
-# The scripts of ipywidgets would be loaded from another host.
+# Do not load the scripts of ipywidgets, because they are on another host.
 nb_ipywidgets_js = {}
 
 # Docstrings have Google style. Single backticks are references to Python objects of the package.
@@ -52,7 +52,7 @@ autodoc_typehints_description_target = "documented"
 autodoc_typehints_format = "short"
 python_use_unqualified_type_names = True
 add_module_names = False
-# The only pages of the API are in docs/api.
+# Generate no pages for the API. All its pages are in docs/api.
 autosummary_generate = False
 toc_object_entries_show_parents = "hide"
 

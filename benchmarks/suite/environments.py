@@ -10,7 +10,7 @@ from pathlib import Path
 def python_of(module, out):
     """Return the path of the Python for an engine. An engine without `REQUIREMENTS` uses the current Python.
 
-    For any other engine, this creates an environment in ``out`` at the first call.
+    For any other engine, the function creates an environment in ``out`` at the first call.
 
     Returns:
         Path of the Python. If the environment could not be created, a RuntimeError with the reason is returned instead.

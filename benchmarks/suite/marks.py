@@ -1,7 +1,7 @@
 """Marks: the times at which data are ready, training starts, and rounds end.
 
-All processes of a measurement append marks to one file, one JSON line per mark. A mark also contains the memory and the
-processor time, which are read from ``/proc``.
+All processes of a measurement append marks to one file, one JSON line per mark. A mark also contains the peak memory of
+the process. Marks at the end of rounds also contain the processor time. Both values are read from ``/proc``.
 """
 
 import json
@@ -28,7 +28,7 @@ def processes(root):
 
 
 def _stat(pid):
-    """Return the fields of ``/proc/PID/stat`` that start with the process state, or None if the process has ended."""
+    """Return the fields of ``/proc/PID/stat`` from the process state on, or None if the process has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

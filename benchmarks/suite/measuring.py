@@ -44,7 +44,7 @@ def name_of(engine):
 
 
 def machine(device=None):
-    """Return the properties of the machine that affect the measured values."""
+    """Return a dict of properties that affect the measured values: device, hardware, load and package versions."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     model = [
         line.partition(":")[2].strip()

@@ -103,8 +103,8 @@ def _markdown(head, sides, rows):
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, line, *rows)) + "\n"
 
 
-def about(contents):
-    """Return sentences that describe the machine and the values in the tables."""
+def about(contents, has_ranges=True):
+    """Return sentences that describe the machine and the values. ``has_ranges``: whether cells also contain ranges."""
     machine = next(iter(contents.values()))["machine"]
     device = machine["gpu"] or f"{machine['cores']} cores of an {machine['processor']}"
     sizes = (
@@ -114,7 +114,7 @@ def about(contents):
     )
     return (
         f"Measured on {device} with torch {machine['torch']}, one thread per process. "
-        f"Values are the median (lowest to highest).{sizes}\n"
+        f"Values are the median{' (lowest to highest)' if has_ranges else ' of the repeats'}.{sizes}\n"
     )
 
 
@@ -195,7 +195,7 @@ def write(out, documents=False):
             )
         fill(ROOT / "benchmarks" / "README.md", "suite", f"{text}\n![Curves](suite.png)\n")
         plot(contents, ROOT / "benchmarks" / "suite.png")
-        fill(ROOT / "docs" / "scale.md", "drawn", f"{about(contents)}\n{scale(contents)}")
+        fill(ROOT / "docs" / "scale.md", "drawn", f"{about(contents, has_ranges=False)}\n{scale(contents)}")
 
 
 def fill(path, name, text):

@@ -17,7 +17,7 @@ INCLUDES = re.compile(r"^```\{include\} (\S+)$", re.MULTILINE)
 
 
 def included_pages(docs: Path) -> dict[Path, str]:
-    """Return the names of the pages that include files, by the path of the included file."""
+    """Return a dict that maps the path of each included file to the name of the page that includes the file."""
     return {
         (page.parent / target).resolve(): page.relative_to(docs).with_suffix("").as_posix()
         for page in docs.rglob("*.md")
@@ -60,6 +60,6 @@ def _written_in(node: nodes.Node) -> Path:
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Connect `resolve` to the event `doctree-read`. It runs before Sphinx collects the downloads of pages."""
+    """Connect `resolve` to the event `doctree-read`. `resolve` runs before Sphinx collects the downloads of pages."""
     app.connect("doctree-read", resolve, priority=400)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

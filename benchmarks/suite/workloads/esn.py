@@ -23,7 +23,10 @@ def make(quick=False):
 
 
 class Sums(Gradient):
-    """Ridge regression: the server sums the clients' A = Y S^T and B = S S^T, and solves W (B + beta I) = A."""
+    """Ridge regression on reservoir states S and one-hot labels Y, which have one column per time step.
+
+    The server sums the clients' A = Y S^T and B = S S^T, and solves W (B + beta I) = A for the readout weights W.
+    """
 
     by_gradients = False
 
@@ -34,7 +37,7 @@ class Sums(Gradient):
         return {name: torch.zeros(shape, dtype=torch.float64, device=self.x.device) for name, shape in shapes.items()}
 
     def local(self, server, client):
-        """Return a client's statistics and the weight 1. With equal weights, the server can add the statistics."""
+        """Return a client's statistics and the weight 1. With equal weights, the server can compute the sum."""
         x, y = self.samples(client)
         states = self.model(x)
         targets = F.one_hot(y, self.classes).double()[:, None].expand(-1, states.shape[1], -1).flatten(0, 1)
