@@ -39,7 +39,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
 
 
 class StartAnew(L.Callback):
-    """A callback that resets the server's state outside of methods before each experience except the first.
+    """A callback that resets the server's state outside of methods at the end of each experience.
 
     The callback removes moments and residuals. If a client started before the current experience, its update becomes
     zero, or its uploaded model becomes the server's state.
