@@ -1140,7 +1140,7 @@ ROWS |= {
 }
 
 
-# Rows about methods, tasks, networks and metrics
+# Rows of the table of hints: methods, tasks, networks and metrics
 
 
 def fit_with(lab, method, options=None, stream=None, **arguments):
@@ -1578,7 +1578,7 @@ ROWS |= {
 }
 
 
-# More rows about fits, networks, tasks and checkpoints
+# Rows of the table of hints: more fits, networks, tasks and checkpoints
 
 
 class Logs(L.LightningModule):
@@ -1859,7 +1859,7 @@ def add_readouts(first, second):
     readout(first).merge(readout(second))
 
 
-# Rows about batches and state
+# Rows of the table of hints: batches and state
 
 
 class Items(Dataset):
@@ -1985,7 +1985,7 @@ ROWS |= {
 }
 
 
-# Rows about swarms, single samples, images and metrics
+# Rows of the table of hints: swarms, single samples, images and metrics
 
 
 def fit_norm(lab, norm=None, num_clients=12):

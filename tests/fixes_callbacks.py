@@ -77,7 +77,7 @@ def log_numbers(lab, values):
 
 
 class AnyRegressor(Regressor):
-    """A regressor that accepts pairs and dicts."""
+    """A regressor whose batches can be pairs or dicts."""
 
     def training_step(self, batch, batch_idx):
         x, y = (batch["x"], batch["y"]) if isinstance(batch, dict) else batch

@@ -163,7 +163,7 @@ def cut(path):
 
 
 def read_latin(lab, encoding):
-    """Read a CSV file with an encoding."""
+    """Write a CSV file in the given encoding, and read the file."""
     (lab.folder / "latin.csv").write_bytes("a,y\n1,é\n".encode(encoding))
     assert len(Table(lab.folder / "latin.csv", "y", ["a"])) == 1
 

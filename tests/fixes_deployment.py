@@ -103,7 +103,7 @@ def set_up(stream):
 
 
 def take_parts(lab, parts):
-    """Give a server samples with the values `parts` in the column `part`."""
+    """Give a server samples with the values `parts` in the array `part`."""
     path = lab.folder / "server.npz"
     np.savez(path, x=np.zeros((4, 6), np.float32), y=np.array(["a", "b"] * 2), part=np.array(parts))
     set_server_data(FederatedStream(scenario=Stationary()), read_data(path, for_server=True), ["a"])
@@ -152,7 +152,10 @@ def split_modules(lab, pairs=False, **loading):
 
 
 def share_pairs(lab, module):
-    """Give a node samples that consist of two tensors. The source is a data module or a file."""
+    """Read a node's samples, which have two input tensors, from a data module.
+
+    If ``module`` is false, write the samples to files instead.
+    """
     if not module:
         return split_modules(lab, True, batch_size=4, shuffle=True, drop_last=False)
     data = read_data(DataSource(*loads(lab, True)[:1], init_args={"pairs": True}))
@@ -161,7 +164,10 @@ def share_pairs(lab, module):
 
 
 def train_method(lab, deployed):
-    """Train with a method that only a simulation supports."""
+    """Train with a method that only a simulation supports.
+
+    If ``deployed`` is true, check the method for a deployment instead.
+    """
     if deployed:
         check_deployable(Participation(), Pipeline(), [callbacks.FedCBDR()])
     else:
@@ -353,7 +359,7 @@ ROWS |= {
 }
 
 
-# Rows about published models
+# Rows of the table of hints: published models
 
 ROWS |= {
     "unknown model, name from the list": Row(

@@ -183,7 +183,7 @@ def work(job):
 
 
 def run_twice(lab, workers):
-    """Run two jobs. Their worker processes are killed in the first attempt."""
+    """Run two jobs. The first worker process that starts a job is killed."""
     written(lab, "killed_once.py", WORKER)
     lab.env.syspath_prepend(str(lab.folder))
     jobs = [Job(str(number), Recipe(), number, lab.folder / "killed") for number in range(2)]
@@ -447,7 +447,7 @@ def module_of_a_folder(lab, folder):
 
 
 def fit_words(lab, words, prepare=None):
-    """Fit the quickstart recipe for one round, with additional arguments."""
+    """Fit the quickstart recipe with additional arguments, for one round by default."""
     command(lab, f"fit quickstart {SMALL} --out out {words}", prepare)
 
 
@@ -765,7 +765,7 @@ def table_of(lab, change=None):
 
 
 def fit_clients(lab, clients):
-    """Fit with `ContinualMetrics` for some clients, and draw the accuracy by task."""
+    """Fit with the setting `clients` of `ContinualMetrics`, and draw the accuracy by task."""
     metrics = f"{{class_path: lightning_fcl.callbacks.ContinualMetrics, init_args: {{clients: {clients}}}}}"
     file = written(lab, "metrics.yaml", f"trainer: {{callbacks+: [{metrics}]}}")
     shutil.rmtree(lab.folder / "out", ignore_errors=True)
@@ -897,7 +897,7 @@ DIGEST = hashlib.sha256(CONTENT).hexdigest()
 
 
 def fetch_file(lab, digest=DIGEST, path="file.bin"):
-    """Download a file from a server. The file is missing unless `offer` was called before."""
+    """Download a file from a server. The server has the file only after a call of `offer`."""
     (lab.folder / "server").mkdir(exist_ok=True)
     if not hasattr(lab, "url"):
         lab.url, lab.asked = lab.serve(lab.folder / "server")
@@ -1154,7 +1154,7 @@ ROWS |= {
 }
 
 
-# Rows about the zoo
+# Rows of the table of hints: the zoo
 
 
 def in_zoo(lab, name=NAME, **settings):
@@ -1248,7 +1248,7 @@ def registry_again(lab):
 
 
 def collect_beside(lab):
-    """Copy a model to a registry whose folder of this name already contains a different model."""
+    """Copy a model to a registry that already contains a different model in the folder of the same name."""
     other = lab.folder / "to" / NAME
     if not hasattr(lab, "other"):
         lab.other = other
@@ -1586,7 +1586,7 @@ ROWS |= {
 }
 
 
-# Rows about tables and targets
+# Rows of the table of hints: tables and targets
 
 
 def read_cells(lab, text="a,b,y\n1,2,p\n", name="t.csv", target="y", features=("a", "b"), **scale):

@@ -143,7 +143,7 @@ def ask_steps(lab, hook):
 
 
 class Pair(Classifier):
-    """A classifier that returns logits and features, or only logits."""
+    """A classifier that returns logits and inputs, or only logits."""
 
     alone = False
 

@@ -97,7 +97,10 @@ def resume_saved(lab, hook):
 
 
 def resume_server(lab, change, starts_again=False):
-    """Resume an asynchronous fit from a checkpoint with a changed server state."""
+    """Resume an asynchronous fit from a checkpoint in which ``change`` has changed the federation's state.
+
+    If ``starts_again`` is true, start a new fit instead.
+    """
     folder = lab.folder / str(len([*lab.folder.iterdir()]))
     options = {"synchronization": FedBuff(ClientSpeeds(0.1, spread=0.9), 1), "max_vectorized_clients": 1}
     saving = {"trainer_args": {"enable_checkpointing": True}}

@@ -1,4 +1,4 @@
-"""The rows of all tables of hints by name, and the names or functions of rows that take at least 0.5 s."""
+"""Rows of all tables of hints by name, and the names or functions of slow rows (at least 0.5 s)."""
 
 import fixes
 import fixes_callbacks

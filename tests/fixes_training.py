@@ -74,7 +74,7 @@ class SingleSamples(Classifier):
 
 
 class Remembers(Method):
-    """A method that keeps a state entry for client "1" only, or for all clients with `fills`."""
+    """A method that stores a state entry only for client "1". With `fills`, all clients have the entry."""
 
     vectorizable = True
 
@@ -93,7 +93,7 @@ class Remembers(Method):
 
 
 class AsksPart(Method):
-    """A method whose penalty reads the round from `client.client_round`, or from the method state with `stores`."""
+    """A method whose penalty reads the round from `client.client_round` or, with `stores`, from the method state."""
 
     vectorizable = True
 

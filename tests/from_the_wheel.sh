@@ -1,4 +1,5 @@
-# To be sourced: builds the wheel, installs it beside torch in a folder of its own, and goes there, with no network.
+# Source this file from another script. It builds the wheel, and installs the wheel without dependencies in a temporary
+# folder. Then it changes to this folder and disables downloads.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 python="${PYTHON:-$root/.venv/bin/python}"

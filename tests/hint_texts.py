@@ -212,7 +212,10 @@ class Package:
         return texts
 
     def imported(self, name: str, module: Module) -> tuple[Module, str] | None:
-        """Return the module of the package from which a name is imported, and its name in that module, or None."""
+        """Return the package module from which a name is imported, and the name in that module.
+
+        Return None if the name is not imported from the package.
+        """
         source, original = module.imports.get(name, ("", ""))
         return (self.modules[source], original) if source in self.modules else None
 

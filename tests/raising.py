@@ -18,7 +18,9 @@ def raises(kind: type[LightningFCLError], argument: str | None = None, *, value:
         code: Code of the error. Defaults to the code of the class.
     """
     if argument is None and value is ANY and not code:
-        raise TypeError("Expected an argument, a value or a code of the error. Use pytest.raises(..., match=...).")
+        raise TypeError(
+            "Expected an argument, a value or a code of the error, but got none. Use pytest.raises instead."
+        )
     expected = (kind, argument, value, code or kind.code)
 
     def check(error: LightningFCLError) -> bool:

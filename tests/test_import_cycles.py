@@ -10,7 +10,7 @@ KNOWN = [{"lightning_fcl.data.client_loader", "lightning_fcl.data.stream"}]
 
 
 def read_imports(root):
-    """Return the modules that each module imports, including imports in functions and for annotations."""
+    """Return a dict from each module to the modules that it imports, also in functions and for annotations."""
     paths = {".".join(path.relative_to(root.parent).with_suffix("").parts): path for path in root.rglob("*.py")}
     modules = {name: path for name, path in paths.items() if path.name != "__init__.py"}
     found = {}

@@ -1,4 +1,4 @@
-"""Tests that errors of the installed torch and Lightning match their patterns in the table."""
+"""Tests that errors of the installed torch and Lightning match the patterns in `LibraryError`."""
 
 import mmap
 import os

@@ -138,7 +138,7 @@ def test_status_of_rows_is_valid():
 
 
 def replaced_arguments():
-    """Return the rows of replaced arguments, by the current name of the function and the old name of the argument."""
+    """Return the rows of `docs/renames.csv` for arguments, by the current function name and the old argument name."""
     arguments = defaultdict(dict)
     for row in RENAMES:
         scope = row["where"].partition(":")[2].removesuffix(".__init__")
@@ -155,7 +155,7 @@ ARGUMENTS = replaced_arguments()
 
 
 def old_arguments(tree):
-    """Return the replaced names among the function arguments and dataclass fields that a module defines."""
+    """Return (owner, name) pairs of the replaced names among the arguments and dataclass fields of a module."""
     found = []
     for node in tree.body:
         if isinstance(node, ast.FunctionDef):
@@ -188,7 +188,7 @@ def test_modules_do_not_define_replaced_arguments(sources):
 
 
 def old_keywords(tree):
-    """Return the replaced keywords in calls of classes."""
+    """Return (class, keyword) pairs of the replaced keywords in calls of classes."""
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):

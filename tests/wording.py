@@ -1,4 +1,4 @@
-"""Texts of the project: docstrings, comments, messages and paragraphs of pages.
+"""Find the texts of the project: docstrings, comments, messages and paragraphs of pages.
 
 `python tests/wording.py --seed 1` draws a sample of each kind to read.
 """
@@ -55,7 +55,7 @@ PHRASES = {
     r"rehears(e|es|ed|al|als|ing)": "simulate, replay",
     r"has a meaning": "is defined",
 }
-"""Phrases that have a plain equivalent in each place, and the equivalents."""
+"""Regular expressions of phrases that a plain phrase can always replace, and the plain phrases."""
 PATTERNS = {re.compile(rf"\b({phrase})\b", re.I): plain for phrase, plain in PHRASES.items()}
 RIDDLE = re.compile(r"(What|Who|Whose|Whoever|Whatever|Whichever|Of) (?!.*\?$)")
 
@@ -106,7 +106,7 @@ def string_value(node: ast.expr) -> str | None:
 
 
 def read_python(source: str) -> Iterator[tuple[int, str, str]]:
-    """Yield line, kind and text of the docstrings, comments and strings of at least three words."""
+    """Yield line, kind and text of docstrings, of strings of at least three words, and of blocks of comments."""
     tree = ast.parse(source)
     docstrings: set[int] = set()
     nested: set[int] = set()  # parts of f-strings

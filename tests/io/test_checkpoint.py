@@ -1,4 +1,4 @@
-"""Tests that checkpoints of tensors and plain values can be read. All other files raise one error."""
+"""Tests that `read_checkpoint` reads tensors and plain values, and raises an error for damaged and other files."""
 
 import io
 import os
@@ -80,7 +80,7 @@ def test_read_checkpoint_damaged_raises_and_names_the_newest_undamaged(tmp_path,
     with raises(DamagedFileError, value=path) as refused:
         read_checkpoint(read, path)
     assert not marker.exists()
-    if newest_checkpoint(tmp_path) != path:  # Some changed zip files are still valid checkpoints.
+    if newest_checkpoint(tmp_path) != path:  # `newest_checkpoint` accepts some of the damaged zip files.
         assert str(refused.value).endswith(f"Use {tmp_path / 'new.ckpt'}, the newest undamaged checkpoint there.")
 
 

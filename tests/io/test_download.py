@@ -17,7 +17,7 @@ DIGEST = hashlib.sha256(CONTENT).hexdigest()
 
 
 class Host:
-    """A web server of one file. The given faults apply to the first requests, in order."""
+    """A web server that serves one file. The given faults apply to the first requests, in order."""
 
     def __init__(self, *faults):
         self.faults, self.asked, host = list(faults), [], self

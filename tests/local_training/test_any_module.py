@@ -140,7 +140,7 @@ MODULES = {
 
 @pytest.fixture
 def both(fit):
-    """Return a function that trains a module sequentially and vectorized, and returns the states and logged values."""
+    """Return a function that fits a module once for each of `sizes`, and returns lists of states and logged values."""
 
     def run(make, stream=stream_of, methods=tuple, sizes=(1, "auto"), expected=True, **options):
         states, logs = [], []
@@ -164,7 +164,7 @@ def both(fit):
 )
 @pytest.mark.parametrize("kind", MODULES)
 def test_custom_module_vectorized_equals_sequential(both, kind):
-    # Drop the last batch, because batch normalization cannot train on a batch of one sample.
+    # Drop the last batch for batch normalization, which cannot train on a batch of one sample.
     options = {"drop_last": kind == "batch norm"}
     (one, many, some), _ = both(MODULES[kind], lambda: stream_of(**options), sizes=(1, "auto", 5), local_epochs=2)
     assert difference(one, many) < 1e-5 and difference(one, some) < 1e-5
@@ -365,7 +365,7 @@ class Reads(L.LightningModule):
         torch.manual_seed(0)
         self.words = nn.Embedding(22, 8, padding_idx=0)
         layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
-        # Attention dropout does not draw its random numbers by keys, so vectorized training would differ.
+        # Vectorized training draws other random numbers for the dropout in attention, so this dropout is 0.
         layer.self_attn.dropout = 0.0
         self.encoder, self.head = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False), nn.Linear(8, 4)
 

@@ -257,7 +257,7 @@ def test_zero_grad_hook_called_as_often_as_in_plain_trainer(fit, train, make_tas
     fit(Own(task.model, 4, task.optimizer), one, [federated], trainer_args=arguments, max_vectorized_clients=1)
     assert federated.norms == pytest.approx(plain.norms) and len(zeroed) == len(plain.norms) == -(-5 // every)
     fit(Own(task.model, 4, task.optimizer), two, trainer_args=arguments)
-    assert len(zeroed) == 3 * len(plain.norms)  # The second fit has two clients.
+    assert len(zeroed) == 3 * len(plain.norms)  # The first fit has one client, and this fit has two clients.
     look = classmethod(lambda _, trainer, *__: together.append(trainer.accumulate_grad_batches))
     # Patch the library's hook, because a user callback on this hook would make training sequential.
     monkeypatch.setattr(FitHooks, "on_before_zero_grad", look)

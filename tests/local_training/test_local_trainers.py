@@ -130,9 +130,9 @@ def test_closed_form_solutions_are_averaged_by_samples(fit, make_stream, clients
 
 
 class Anchored(Method):
-    """A user-defined method that penalizes the distance to an average of the client's earlier models.
+    """A user-defined method that penalizes the distance to an average of the client's last and received models.
 
-    Random entries of the average are set to 0 after each round.
+    Random entries of the client's last model are set to 0 when the model is stored.
     """
 
     def prepare_client_state(self, client):

@@ -285,7 +285,7 @@ def test_unsupported_step_trains_sequentially_with_reason(fit, caplog, make):
     one = make()
     fit(one, stream_of(), max_vectorized_clients=1, seed=0)
     torch.testing.assert_close(auto.state_dict(), one.state_dict(), rtol=0, atol=0)
-    # For DrawsNoise, an explicit number of clients logs a warning instead of raising an error.
+    # With an explicit `max_vectorized_clients`, DrawsNoise logs a warning instead of raising an error.
     if make is not DrawsNoise:
         with pytest.raises(ValueError, match=re.escape(str(obstacle))):
             fit(make(), stream_of(), max_vectorized_clients=2)
@@ -382,7 +382,7 @@ def test_value_read_in_later_vectorized_step_raises_with_hint(fit):
 
 @pytest.mark.parametrize("rate", [0.0, 0.2, None])
 def test_later_steps_draw_by_keys_only_with_random_layer(fit, rate):
-    """Later steps draw random numbers by client keys only if the first step ran a random layer."""
+    """After the first step, random numbers come from the client's key only if the first step ran a random layer."""
     watched = []
 
     class Looks(Step):

@@ -334,7 +334,7 @@ class ChosenError(Exception):
 
 
 def choice(fit, monkeypatch, task, stream, methods=(), **options):
-    """Return the chosen trainer's type, the reason against padding (or None), and the choice's processor seconds."""
+    """Return the chosen trainer's type, the reason against padding or None, and the choice's CPU time in seconds."""
     found = []
 
     def choose(*args):

@@ -22,7 +22,10 @@ factors = {"output": 2.0}
 
 
 def test_assertions_that_pytest_rewrites_do_not_lead_to_pytest():
-    """A module with rewritten assertions does not lead to pytest. Otherwise, each fit would inspect all tests."""
+    """The search for user code does not follow the reference to pytest in a module with rewritten assertions.
+
+    Otherwise, each fit would inspect all tests.
+    """
     rewritten = [name for name in scaled.__code__.co_names if "pytest" in name]
     assert rewritten  # pytest's module is a global variable of this module.
     functions = functions_in(Checked)

@@ -100,7 +100,7 @@ def difference(left, right):
 
 
 def both(fit, make_stream, make_task, methods=(), optimizer="sgd", sizes=(1, "auto"), **options):
-    """Return the states and records of one fit per vectorization size, on clients of very different sizes."""
+    """Return (state, record) of one fit for each of `sizes`. The clients have very different numbers of samples."""
     stream = {"partition": "dirichlet", "num_clients": 7, "rounds_per_experience": 2}
     results = []
     for size in sizes:
@@ -158,7 +158,7 @@ def test_vectorized_step_excludes_finished_clients(fit, make_stream, make_task, 
     steps = sorted((-(-len(own) // stream.batch_size) for own in rows.values()), reverse=True)
     assert len({*steps}) > 1
     expected = [sum(number > step for number in steps) for step in range(steps[0])]
-    # The first calls are from the trial.
+    # Ignore the first calls, which are from the trial before training.
     assert seen[-len(expected) :] == [(active,) * 4 + (True,) for active in expected]
 
 

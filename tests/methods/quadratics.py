@@ -1,4 +1,7 @@
-"""A federation with quadratic losses and known fixed points. Client k has the loss a_k (w - b_k)^2 / 2."""
+"""A federation with quadratic losses and known fixed points.
+
+Client k has the loss a_k (w - b_k)^2 / 2, with the curvature a_k and the target b_k.
+"""
 
 import numpy as np
 import torch

@@ -127,5 +127,5 @@ def test_decoupled_logits_have_equal_mean_norm_over_tasks():
     # The ratios between the logits of a sample do not change.
     torch.testing.assert_close(found / found[:, :1], logits / logits[:, :1])
     torch.testing.assert_close(decoupled_logits(40 * logits, task, 0.1), found)
-    # If all classes belong to one task, the norm is the same.
+    # With all classes in one task, the norm of a sample's logits equals the mean norm of the three tasks above.
     torch.testing.assert_close(decoupled_logits(logits, 0 * task, 0.1).norm(dim=1), norms)

@@ -120,7 +120,7 @@ def test_lwf_old_classes_follow_experience_index(make_task, teacher, of):
 
 
 def normalised(make_task):
-    """Return a task with buffers that differ between training and evaluation mode."""
+    """Return a task with batch normalization, whose outputs differ between training and evaluation mode."""
     torch.manual_seed(4)
     return make_task(model=nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 4)))
 

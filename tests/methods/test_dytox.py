@@ -81,7 +81,10 @@ def parts_changed(before, after):
 
 
 class Watch(Callback):
-    """Records for each step: the client round, the local epoch, the labels of the batch, and the changed parts."""
+    """Records the client round, the local epoch, the labels of the batch and the changed parts of each step.
+
+    In a federation, a client's last step is not recorded.
+    """
 
     def __init__(self):
         self.steps = []

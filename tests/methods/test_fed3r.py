@@ -30,7 +30,7 @@ def layer_of(task):
 
 
 def expected_of(task, stream, rounds, beta=1.0, temperature=0.1, base=()):
-    """Return the ridge solution, divided by the temperature, on the samples of ``base`` and of the given rounds."""
+    """Return the ridge solution on the samples of ``base`` and of the given rounds, divided by the temperature."""
     own = [np.asarray(base, dtype=np.int64), *(part for r in rounds for part in stream.plan.train[r].values())]
     x, y = stream.get_samples(np.concatenate(own))
     with torch.no_grad():

@@ -52,7 +52,10 @@ def fixed_point(weights, lr):
 
 
 def test_fednova_fixed_point_does_not_depend_on_steps(fit):
-    """With small steps, FedNova minimizes sum_k p_k L_k. FedAvg minimizes sum_k p_k tau_k L_k for tau_k steps."""
+    """With small steps, FedNova minimizes sum_k p_k L_k. FedAvg minimizes sum_k p_k tau_k L_k.
+
+    Client k has the loss L_k, the weight p_k and tau_k local steps.
+    """
     for methods, weights in (([FedNova()], 1 / STEPS), ([], np.ones(4))):
         task = quadratic(lr=0.05)
         fit(task, clients(45, SAMPLES), methods, client_weights="uniform", seed=0)

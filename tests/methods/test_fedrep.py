@@ -32,7 +32,7 @@ def make_task(optimizer=torch.optim.AdamW):
 
 
 class Stages(Callback):
-    """Records for each step: the client round, the local epoch, and the changed parts of the module."""
+    """Records the client round, the local epoch and the changed parts of each step, except for a client's last step."""
 
     def __init__(self):
         self.steps = []

@@ -57,7 +57,7 @@ def make_stream(num_clients=3, num_rounds=2, num_tasks=3, **kwargs):
 
 
 class Watch(Callback):
-    """Records for each round: the record, the states of server and clients, and the previous round's knowledge base."""
+    """Stores for each round: the record, the states of server and clients, and the previous round's knowledge base."""
 
     def __init__(self, method=None):
         self.method, self.rounds, self.known = method, [], {}
@@ -72,7 +72,7 @@ class Watch(Callback):
 
 
 def predict(task, watched, client, x):
-    """Return the logits of a client's model: the server's model after a round with the client-local tensors."""
+    """Return the logits of a client's model: the server's model after a round, combined with client-local tensors."""
     task = copy.deepcopy(task)
     load_state_tensors(task, {**watched.server, **watched.clients[client]["model"]})
     with torch.no_grad(), evaluation_mode(task):
@@ -414,7 +414,10 @@ def test_fedweit_one_mask_penalty_equals_hand_written():
 @pytest.mark.seconds
 @pytest.mark.parametrize("kb_size", [0, None])
 def test_fedweit_one_mask_continues_across_tasks(fit, kb_size):
-    """The mask is trained across tasks. A drift target is stored per task, and past tasks use the current weights."""
+    """The mask is trained across tasks, and a drift target is stored for each task.
+
+    Predictions for past tasks use the current weights.
+    """
     begun = []
 
     class Look(FedWEIT):

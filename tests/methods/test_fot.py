@@ -1,4 +1,4 @@
-"""Tests of FOT: layer outputs for inputs in the basis do not change, and the basis is near optimal."""
+"""Tests of FOT: layer outputs do not change for inputs in the span of the basis, and the basis is near optimal."""
 
 import pytest
 import torch

@@ -24,7 +24,7 @@ def expected(rows, last):
 @pytest.mark.parametrize("k", [0, 1, 2, 3, 4, 10, 21])
 @pytest.mark.parametrize("p", [1, 5, 2047, 2048, 2049, 3 * 2048, 40_001])
 def test_gram_matrix_any_shape_equals_numpy(monkeypatch, function, k, p):
-    # There are several chunks, and the last chunk is not full.
+    # With these limits, long vectors need several chunks, and the last chunk can be smaller.
     monkeypatch.setattr(module, "_CONVERTED", 2**16)
     monkeypatch.setattr(module, "_MATRIX_PIECE", 2**12)
     rows, last = vectors(k, p)

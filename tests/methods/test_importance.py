@@ -273,7 +273,10 @@ def second_task(make, method, holds, seed, quiet):
     [pytest.param(Convolutional, marks=pytest.mark.long), lambda: nn.Sequential(nn.Flatten(), MLP([64, 64, 10]))],
 )
 def test_default_arguments_restrain_important_weights(quiet, make, kind):
-    """The importance-weighted change is less than half of fine-tuning's. With five seeds the ratio is 0.20 to 0.34."""
+    """The importance-weighted change is less than half of the change in fine-tuning.
+
+    With five seeds, the ratio of the two changes is 0.20 to 0.34.
+    """
     held, free = (
         sum(second_task(make, KINDS[kind](), holds, seed, quiet) for seed in range(2)) for holds in (True, False)
     )

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.rounding
 
 @pytest.mark.parametrize("seed", range(3))
 def test_invert_linear_layer_equals_quotient_of_gradients(seed):
-    """If g is the gradient of a loss for the outputs, the gradients of weight and bias are ``g x^T`` and g."""
+    """Let g be the gradient of a loss for the outputs W x + b. Then the gradients are ``g x^T`` for W, and g for b."""
     torch.manual_seed(seed)
     encoder, x = make_encoder((6,), 4, seed), torch.randn(1, 6)
     sent = input_gradient(encoder, x, 2)

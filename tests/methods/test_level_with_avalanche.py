@@ -195,7 +195,7 @@ class KeptAGEM(AGEM):
 
 
 def with_ridge(gradient, constraints, margin):
-    """Return a gradient projected with Avalanche's ridge, which equals one additional coordinate per constraint."""
+    """Return a gradient projected with Avalanche's ridge, which acts like one additional coordinate per constraint."""
     more = RIDGE**0.5 * torch.eye(len(constraints), dtype=constraints.dtype)
     longer = torch.cat([gradient, gradient.new_zeros(len(constraints))])
     return project(longer, torch.cat([constraints, more], dim=1), margin)[: len(gradient)]

@@ -130,7 +130,10 @@ def test_fit_without_plasticity_does_not_adapt(fit, make_series_stream, make_res
 
 
 def test_server_optimizer_steps_gain_and_bias_in_adapting_rounds(fit, make_series_stream, make_reservoir_task):
-    """Server step size 1 equals averaging, and 0.5 applies half of the update. Readout rounds keep gain and bias."""
+    """A server learning rate of 1 equals averaging, and a rate of 0.5 applies half of the update.
+
+    Rounds that train the readout do not change gain and bias.
+    """
 
     def run(**kwargs):
         task, watch = make_reservoir_task(), Watch()

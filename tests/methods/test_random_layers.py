@@ -1,4 +1,4 @@
-"""Tests of random layers that use a key: the same distribution as torch's layers, with other random numbers."""
+"""Tests of random layers that draw numbers from a key: same distribution as torch's layers, but other numbers."""
 
 import math
 

@@ -17,7 +17,8 @@ pytestmark = pytest.mark.rounding
 def by_hand(w, v, x, y, iterations, rate, strength):
     """Return the importance of each sample, and the updated personal layer ``v`` with weight and bias.
 
-    The gradients of a sample's loss are ``(p - e_y) x^T`` for the weight and ``p - e_y`` for the bias.
+    The gradients of a sample's loss are ``(p - e_y) x^T`` for the weight and ``p - e_y`` for the bias. Here, p contains
+    the predicted probabilities, and e_y is the one-hot label.
     """
     importance, v = torch.zeros(len(y)), [p.clone() for p in v]
     for s in range(1, iterations + 1):
@@ -101,7 +102,7 @@ def test_refed_keeps_samples_with_largest_importance(fit, make_stream, linear):
             assert torch.equal(memory["x"], x[chosen]) and torch.equal(memory["y"], y[chosen])
             torch.testing.assert_close(layer_of(task, memory), end, rtol=1e-4, atol=1e-5)
     sent = {entry["upload_bytes"]["0"] for entry in metrics.record["rounds"]}
-    # All rounds upload the same number of bytes as FedAvg.
+    # All rounds upload the same number of bytes.
     assert len(sent) == 1
 
 

@@ -1,4 +1,4 @@
-"""Tests of Replay with a transform: hand computations, training modes, processes and resumed fits."""
+"""Tests of Replay with a transform: results equal hand computations, also vectorized and after a resumed fit."""
 
 import random
 
@@ -182,7 +182,10 @@ def test_replay_transform_plain_trainer_equals_hand_loop(make_task, samples, tra
 @pytest.mark.parametrize("data", ["arrays", "dataset"])
 @pytest.mark.parametrize("size", [1, "auto"])
 def test_replay_transform_identity_is_bitwise_identical_to_none(fit, make_stream, make_task, size, data):
-    """The weights are bitwise identical, also if the transform and the module draw from the global generators."""
+    """With an identity transform, the weights are bitwise identical to the weights without a transform.
+
+    The transform and the module of some cases draw from the global generators.
+    """
 
     def discards(x):
         torch.rand(3), np.random.rand(), random.random()
@@ -396,7 +399,7 @@ def test_replay_transform_applies_to_samples_drawn_per_step(fit, make_stream, ma
     key = rng.make_client_keys(0, ["0"], 1, "recall", "Pulls")
     torch.manual_seed(rng.derive_seed(int(key[0]), "replay transform", "Pulls", 0))
     noise = torch.randn(6)
-    # One of the recorded samples is the first sample of client 0.
+    # The transform has added this noise to one of the recorded samples.
     assert any(torch.equal(after, before + noise) for before, after in made)
     assert len({after.numpy().tobytes() for _, after in made}) == len(made) > 12
 

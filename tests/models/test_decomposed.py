@@ -18,7 +18,10 @@ def small(classes=6):
 
 
 def begun(tasks=3, adaptives=(0, 2, 2), threshold=1e-3):
-    """Return a network with some started tasks, whose knowledge bases and weights differ from the initial values."""
+    """Return a network with some started tasks, and the knowledge base of each task as a list of vectors.
+
+    The weights and the knowledge bases differ from their initial values.
+    """
     model = FedWEITNet(small(), 4, threshold=threshold)
     others = []
     for task in range(tasks):

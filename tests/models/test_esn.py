@@ -17,7 +17,7 @@ def inputs(batch=4, steps=11, features=3, seed=0):
 
 
 def adapted(reservoir, seed=1):
-    """Return a reservoir with gain and bias other than 1 and 0."""
+    """Return a reservoir with gains that differ from 1 and biases that differ from 0."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         reservoir.gain.copy_(0.5 + torch.rand(reservoir.features, generator=generator))
@@ -182,7 +182,7 @@ def test_weights_hash_low_precision_changes_with_the_gain(make_reservoir, dtype)
 def test_plasticity_gradients_equal_autograd_of_the_divergence(make_reservoir, by_numpy, mu, options, own):
     """The expected values are gradients of -log|dh/dnet| + (h - mu)^2 / (2 sigma^2), summed over time.
 
-    The gradients treat the net input as constant.
+    Here, h is the activation and net is the net input. The gradients treat the net input as constant.
     """
     reservoir, x, sigma = adapted(make_reservoir(**options)), inputs(), 0.4
     gain, bias = (value.detach().expand(4, -1).clone() for value in (reservoir.gain, reservoir.bias))

@@ -1,4 +1,4 @@
-"""Tests of LoRA: unchanged outputs at the start, updates of low rank, and averages of clients."""
+"""Tests of LoRA: unchanged outputs at the start, updates of low rank, and averages of the clients' matrices."""
 
 import copy
 

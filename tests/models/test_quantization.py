@@ -31,7 +31,7 @@ def digits():
 
 @pytest.fixture(scope="module")
 def pair():
-    """Return a float network that is trained on digits, in evaluation mode, and its int8 copy."""
+    """Return a float network trained on digits, and its int8 copy, both in evaluation mode."""
     torch.manual_seed(0)
     x, y = digits(), torch.from_numpy(load_digits().target[:320])
     model = DSICNet()

@@ -13,7 +13,7 @@ from lightning_fcl.models.t2t_cvt import TokenTransformer, _sinusoids, _soft_spl
 
 
 def transformer(inputs, width=64):
-    """Return the number of parameters: norms, queries with keys and values, output, perceptron."""
+    """Return a token transformer's number of parameters: norms, queries with keys and values, output, perceptron."""
     return 2 * inputs + inputs * 3 * width + width * width + width + 2 * width + 2 * (width * width + width)
 
 

@@ -93,8 +93,8 @@ def test_vit_equals_explicit_computation():
     torch.testing.assert_close(model(x), features @ model.head.weight.T + model.head.bias)
 
 
-# Millions of parameters with 1000 classes at 224 x 224, from the papers. LeViT has one head less than in the paper. The
-# numbers of PVT are from its authors' repository.
+# Millions of parameters with 1000 classes at 224 x 224, from the papers. LeViT has one classification head less than in
+# the paper. The numbers of PVT are from its authors' repository.
 PUBLISHED = {
     "deit_tiny": 5.7,
     "deit_small": 22.1,
@@ -259,7 +259,7 @@ def test_gradients_reach_every_row(name):
 def test_training_separates_eight_images(name):
     """The lowest loss is below 1.1. A model that ignores the images has a loss of at least log(4), about 1.39.
 
-    The optimizer is AdamW, as in the paper. For four seeds and all networks, the lowest loss is at most 0.85.
+    The optimizer is AdamW. For four seeds and all networks, the lowest loss is at most 0.85.
     """
     model = tiny(name, num_classes=4).train()
     x, y = torch.randn(8, 3, 32, 32), torch.arange(8) % 4

@@ -59,7 +59,7 @@ def test_rows_figures_have_known_kinds_and_rows(path):
 
 @pytest.fixture
 def toy(tmp_path, monkeypatch, make_pages):
-    """Return the folder of a paper with two rows and a page."""
+    """Return the recipe folder of a paper, with two recipes in `rows.yaml` and a page."""
     folder = tmp_path / "recipes" / "toy"
     folder.mkdir(parents=True)
     rows = {"base": "base.yaml", "rows": {"one": "one.yaml", "two": "two.yaml"}, "why": "It is\n  a toy."}

@@ -1,4 +1,4 @@
-"""Shared parts of the fault-injection cases: processes of commands, outcomes of cases, and results of runs."""
+"""Shared code of the fault-injection cases: run commands, describe outcomes, and compare the results of runs."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class Command:
         return Ended(self.process.returncode, self.said.decode(errors="replace"), seconds, hung, orphans, early)
 
     def listens(self) -> bool:
-        """Return whether the process has installed its handler of SIGTERM, which `stop.installed` does."""
+        """Return whether the process has installed its SIGTERM handler (by the library's `stop.installed`)."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt"))
         return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)

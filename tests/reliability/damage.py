@@ -74,7 +74,10 @@ def results_byte(campaign: Campaign, rng: random.Random, folder: Path) -> Outcom
 
 
 def copied_run(campaign: Campaign, rng: random.Random, folder: Path) -> Outcome:
-    """Copy the folder of a run, change its file times, append bytes or nothing to its record, and resume the copy."""
+    """Copy the folder of a run, and resume the copy.
+
+    The files of the copy have random times. Some copies have additional bytes at the end of the record.
+    """
     words = Recipe(tuple(map(Path, small_recipe(folder)))).words
     whole = campaign.once("whole", lambda place: _run(["fit", *words, "--out", "out"], place))
     begun = campaign.once(

@@ -2,10 +2,11 @@
 
     python tests/reliability/run.py --seed 7 --cases kills=100 disks=10 --minutes 60 --write docs/reliability.md
 
-A case is a function of the campaign, a random generator and an empty folder. It returns an `Outcome`. To add a case,
-write the function and add it to `CASES` with its default number. The seed of a case consists of the campaign's seed,
-the case's name and its index. To repeat case 17 of `kills`, pass the same `--seed` and `--cases kills=1 --first 17`.
-For `recipes`, also pass the same number of cases. The exit code is 1 if an outcome is not "fine".
+A case is a function with three arguments: the campaign, a random generator and an empty folder. It returns an
+`Outcome`. To add a case, write the function and add it to `CASES` with its default number. The seed of a case consists
+of the campaign's seed, the case's name and its index. To repeat case 17 of `kills`, pass the same `--seed` and
+`--cases kills=1 --first 17`. For `recipes`, also pass the same number of cases. The exit code is 1 if an outcome is not
+"fine".
 """
 
 from __future__ import annotations

@@ -594,7 +594,7 @@ def test_recomputed_activations_draw_the_same_dropout(uploads, by_hand):
 
     plain, one, other = (uploads(lambda way=way: make(way), "ab") for way in (None, False, True))
     assert all(same(plain[client], one[client]) and same(plain[client], other[client]) for client in "ab")
-    # Random layers temporarily replace this function. After the fit, PyTorch's function is active again.
+    # `KeyedRandomness` temporarily replaces this function. After the fit, PyTorch's function is active again.
     assert torch.get_rng_state.__module__ == "torch.random"
 
 

@@ -60,7 +60,7 @@ class Network(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def values(self):
-        """Return the values that the module has at the end of an epoch."""
+        """Return the values that the module has at the end of an epoch, by name."""
         return {
             "accuracy": self.accuracy.compute(),
             "updates": self.accuracy.update_count,
@@ -118,7 +118,7 @@ class Clients(Callback):
         self.rounds += 1
 
     def values(self):
-        """Return the values that the callback has at the end of an epoch."""
+        """Return the values that the callback has at the end of an epoch, by name."""
         return {"rounds": self.rounds, "clients": self.clients, "names": self.names}
 
     def on_train_epoch_end(self, trainer, pl_module):

@@ -1,4 +1,4 @@
-"""Tests of the results that clients and the server store for experiences, for different participation rates."""
+"""Tests of the method states of clients and server for each experience, with different participation rates."""
 
 import numpy as np
 import pytest
@@ -208,7 +208,10 @@ def test_client_with_dropped_last_upload_has_experience_result(fit, make, make_t
 
 
 def moments(stream, task, states):
-    """Return the number of samples and the sum of features for each class, with features from each client's state."""
+    """Return the number of samples and the sum of features of each class, in one tensor of shape (4, 6).
+
+    The features of a client's samples come from the client's state.
+    """
     sums = torch.zeros(4, 6, dtype=torch.float64)
     for (client, round_idx), state in states.items():
         x, y = stream.get_samples(stream.plan.train[round_idx][client])

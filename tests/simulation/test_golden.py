@@ -95,7 +95,7 @@ def run(name):
 
 
 def summary(state):
-    """Return the mean and at most five elements of each tensor."""
+    """Return a list for each tensor name: the mean and at most five elements of the tensor."""
     flat = {name: value.double().flatten() for name, value in state.items()}
     return {n: [float(v.mean()), *v[:: max(1, len(v) // 4)][:5].tolist()] for n, v in flat.items()}
 

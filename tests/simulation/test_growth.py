@@ -1,4 +1,4 @@
-"""Tests of merging the changes of lists and counters by several clients."""
+"""Tests of merging the changes that several clients make to lists and counters."""
 
 from collections import Counter, defaultdict
 
@@ -10,7 +10,7 @@ from lightning_fcl.simulation.growth import apply, change, is_merged, joined, sn
 
 
 def grow(value, steps):
-    """Return a snapshot of a value before the steps, and a list of the changes by the steps. None is left out."""
+    """Return a snapshot of a value before the steps, and a list of the steps' changes without None."""
     start, found = snapshot(value, copies=True), []
     for step in steps:
         before = snapshot(value, copies=True)

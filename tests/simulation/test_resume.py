@@ -215,7 +215,7 @@ class AtTheEnd(Callback):
 def test_resume_after_last_round_runs_on_train_end(
     fit, make_stream, make_task, tmp_path, epoch, max_vectorized_clients
 ):
-    # The checkpoint of epoch 1 is from the last round, so a resumed fit trains no round.
+    # The checkpoint of epoch 1 is from the last round, so a fit that resumes from this checkpoint trains no round.
     options = {"max_vectorized_clients": max_vectorized_clients, "participation": 0.7, "seed": 5}
     saver, task = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1), make_task()
     whole, continued = ([ContinualMetrics(evaluate_on_train=True), AtTheEnd()] for _ in range(2))

@@ -59,7 +59,7 @@ class ByHand(BatchNorm):
 
 
 class SetUpByHook(BatchNorm):
-    """A module whose training step needs an attribute that a hook sets, so only `forward` can be tested."""
+    """A module whose training step needs an attribute that a hook sets. Before the fit, only `forward` can be tried."""
 
     def on_train_epoch_start(self):
         self.scale = 1.0

@@ -67,7 +67,10 @@ def test_fedbuff_equal_clients_and_full_buffer_equals_synchronous(
 
 
 def fedbuff_by_hand(net, data, seconds, buffer_size, rounds, rates, exponent, mu):
-    """Return the weights and the rounds of FedBuff in plain PyTorch, for full batches and concurrent clients."""
+    """Return the weights of FedBuff in plain PyTorch, and each round's clients, staleness above 0 and end time.
+
+    All clients train concurrently on full batches.
+    """
     local, server = rates
     weights = [p.detach().clone() for p in net.parameters()]
     under_way = {client: (time, [w.clone() for w in weights]) for client, time in seconds.items()}

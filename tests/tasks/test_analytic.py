@@ -1,4 +1,4 @@
-"""Tests of analytic methods on one task: the server's solution equals the paper's solution, computed in NumPy."""
+"""Tests of the analytic methods of `RidgeClassifier`: the server's solution equals the paper's solution in NumPy."""
 
 import lightning.pytorch as L
 import numpy as np
@@ -48,7 +48,7 @@ def seen(task, x):
 
 
 def solution(task, x, y, beta=0.5, b=None):
-    """Return the ridge solution on the given samples, in NumPy. If given, ``b`` replaces S^T S."""
+    """Return the ridge solution for the readout inputs S of the samples, in NumPy. If given, ``b`` replaces S^T S."""
     states, targets = seen(task, x), np.eye(task.num_classes)[np.asarray(y)]
     b = states.T @ states if b is None else b
     return np.linalg.solve(b + beta * np.eye(len(b)), states.T @ targets).T
@@ -84,7 +84,7 @@ def test_ridge_any_partition_equals_pooled_solution(fit, kind, partition, experi
 
 
 def law(first, second):
-    """Return W and C combined from two clients' W and C by the absolute aggregation law of He et al. (2025)."""
+    """Return weights W and matrix C, combined from two clients by the absolute aggregation law of He et al. (2025)."""
     (w, c), (v, d) = first, second
     r, q = np.linalg.inv(c), np.linalg.inv(d)
     joint, one = np.linalg.inv(c + d), np.eye(len(c))

@@ -43,7 +43,7 @@ def network(classes=4):
 
 
 def pooled(task, x, y, classes, beta):
-    """Return A, B and the ridge solution on all samples, computed in NumPy."""
+    """Return the readout's sums A and B, and the ridge solution on all samples, computed in NumPy."""
     with torch.no_grad():
         states = task.model.eval().embed(x).double().numpy()
     a, b = np.eye(classes)[y.numpy()].T @ states, states.T @ states
@@ -95,7 +95,7 @@ def test_ridge_base_session_and_missed_sync_count_every_sample(fit, swarm):
     "options", [{"random_features": 40, "bias": True, "gamma": 1.0}, {"random_features": 40, "rank": 40}]
 )
 def test_ridge_base_session_with_random_features_equals_solution(fit, options):
-    """The solution equals NumPy's solution with random features and with other arguments of STSA."""
+    """The solution equals NumPy's solution, also with random features and with `bias`, `gamma` or `rank`."""
     task = RidgeClassifier(network(6), 6, beta=0.5, **options)
     stream = federated(fit, task)
     used = np.concatenate(

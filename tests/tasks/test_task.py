@@ -18,7 +18,7 @@ from lightning_fcl.tasks.ridge import RidgeClassifier
 
 @pytest.fixture
 def saved(tmp_path, quiet):
-    """Return a function that writes a task's checkpoint with changes and returns its path."""
+    """Return a function that writes a task's checkpoint, changes entries of the checkpoint, and returns the path."""
 
     def save(task, **changes):
         trainer = L.Trainer(**quiet)

@@ -1,4 +1,4 @@
-"""Tests of unchanged third-party LightningModules and networks: training in a federation equals plain Trainers."""
+"""Tests of unchanged third-party LightningModules and networks: a federation gives the results of plain Trainers."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -177,7 +177,7 @@ def sentences(dropout: float = 0.0, checkpointing: bool = True) -> Stranger:
     network = BertForSequenceClassification(BertConfig(vocab_size=50, **sizes, **dropouts, num_labels=3))
     if checkpointing:
         network.activation_checkpointing_enable()
-    # The constructor returns the network in evaluation mode, and Lightning keeps this mode. Dropout would do nothing.
+    # The constructor returns the network in evaluation mode, in which dropout has no effect. Lightning keeps this mode.
     network.train()
     items = []
     for i in range(16):

@@ -99,7 +99,7 @@ def test_publish_client_local_heads_are_not_published(private, target, tensors_o
 
 
 def _holds(numbers, row):
-    """Return whether ``numbers`` contains the values of a row in consecutive order."""
+    """Return whether ``numbers`` contains the values of a nonzero row in consecutive order, within 1e-4."""
     windows = numbers.unfold(0, len(row), 1)
     return bool(row.any()) and bool((windows - row).abs().amax(dim=1).lt(1e-4).any())
 
