@@ -766,7 +766,7 @@ def pairs(size=24, features=6, classes=4, first=0):
 
 
 class Ragged(Dataset):
-    """Samples of different lengths."""
+    """Samples of different lengths. If ``pad`` is given, all samples have this length."""
 
     def __init__(self, pad=None, size=24):
         self.pad, self.size = pad, size
@@ -784,7 +784,7 @@ def pad_batch(items):
 
 
 class Moves(L.LightningDataModule):
-    """A data module without batch transfer hooks. With `in_dataset`, the data set changes the samples."""
+    """A data module without batch transfer hooks. With `in_dataset`, the training samples have other values."""
 
     def __init__(self, in_dataset=False):
         super().__init__()

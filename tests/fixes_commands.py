@@ -122,7 +122,7 @@ def table_deleted(lab, delete):
 
 
 def newer(text):
-    """Return the text of a table with a newer format number."""
+    """Return the text of a table, with its format number increased by 1."""
     content = json.loads(text)
     return json.dumps(content | {"format": content["format"] + 1})
 

@@ -1,4 +1,4 @@
-"""State that methods keep between fits in a plain Trainer."""
+"""Functions that return the state that methods keep between fits in a plain Trainer."""
 
 
 def memory_of(method):

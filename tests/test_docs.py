@@ -28,8 +28,8 @@ LIGHTNING = {
 }
 ROWS = {mark: list(TOOL["promises"](mark)) for mark in LIGHTNING}
 
-# Pages whose code blocks do not run here: lists, included files, a table that a command writes, and the page on a
-# custom command line, which tests/cli/test_own_project.py tests. Notebooks run in `make docs`.
+# Pages whose code blocks do not run here: a list, included files, and a table that a command writes.
+# tests/cli/test_own_project.py tests the page on a custom command line. Notebooks run in `make docs`.
 CODELESS = {"index", "reliability", "changelog", "security", "custom-cli"}
 PAGES = [path for path in DOCS if path.stem not in CODELESS and path.parent.name not in ("api", "papers", "notebooks")]
 # Commands run only on these pages. Commands of other pages need data, a model hub, or several minutes.
@@ -106,7 +106,7 @@ def test_readme_methods_beat_fine_tuning(tmp_path: Path, monkeypatch: pytest.Mon
 def test_index_links_every_page():
     """The links of the index also work on GitHub. The build of the site checks that the menu contains each page."""
     text = (FOLDER / "index.md").read_text()
-    elsewhere = {"papers": "../recipes/README.md"}  # The index links to this list of papers.
+    elsewhere = {"papers": "../recipes/README.md"}  # The index links to this list instead of each paper.
     named = {"security": "../SECURITY.md", "changelog": "../CHANGELOG.md"}
     for path in DOCS:
         own = named.get(path.stem, path.relative_to(FOLDER).as_posix())

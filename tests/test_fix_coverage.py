@@ -104,7 +104,7 @@ UNTRIED: dict[str, str] = {
 def covers(hint, parts):
     """Return whether the hint of a row covers a text with these parts.
 
-    If the longest part has several words, the hint must contain this part, or be several words of this part.
+    If the longest part has several words, the hint must contain this part, or consist of several words of this part.
     Otherwise, the hint must contain all parts.
     """
     longest = max(parts, key=len)

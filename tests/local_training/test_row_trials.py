@@ -176,7 +176,7 @@ class Decorrelated(Method):
 
 
 class ClassWeights(Method):
-    """A method that adds a cross-entropy with weights by the inverse frequency of the label in the batch."""
+    """A method that adds a cross-entropy. The weight of a sample is the inverse frequency of its label in the batch."""
 
     def penalty(self, client, step):
         share = (step.y[:, None] == step.y).to(step.output).mean(dim=1)

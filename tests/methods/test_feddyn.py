@@ -1,4 +1,4 @@
-"""Tests of FedDyn: equality with the paper's algorithm, and the fixed point."""
+"""Tests of FedDyn: equality with the paper's algorithm, and convergence to the minimum of the mean loss."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Tests of FedNova: equality with FedAvg for equal numbers of steps, and the fixed point for unequal numbers."""
+"""Tests of FedNova: the paper's formula for one round, and a fixed point that does not depend on local steps."""
 
 import numpy as np
 import pytest

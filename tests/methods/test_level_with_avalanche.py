@@ -204,8 +204,8 @@ def with_ridge(gradient, constraints, margin):
 CASES = {
     "Naive": (lambda: None, lambda ours: []),
     "LwF": (lambda: LwF(strength=3.0, temperature=1.5), lambda ours: [LwFPlugin(alpha=3.0, temperature=1.5)]),
-    # EWC of this library has a factor 1/2 and optional normalization. Its single center equals the mode "online" of
-    # Avalanche.
+    # EWC of this library has a factor 1/2 and optional normalization. It has one center for all experiences, as
+    # Avalanche in the mode "online".
     "EWC": (
         lambda: EWC(strength=3.0, normalize=False),
         lambda ours: [EWCBySample(1.5, mode="online", decay_factor=1.0)],

@@ -18,7 +18,7 @@ def pointwise(inputs, outputs):
     return inputs * outputs + 2 * outputs
 
 
-# Computed from the layers: weights, and two numbers of batch normalization for each output channel.
+# Numbers of parameters, computed from the layers: weights, and two batch normalization parameters per output channel.
 STEM = 16 * 3 * 3 + 2 * 16
 PAIRS = [(16, 32), (32, 64), (64, 64), (64, 64), (64, 64), (64, 64)]
 BACKBONE = STEM + sum(depthwise(i) + pointwise(i, o) for i, o in PAIRS) + depthwise(64)

@@ -19,8 +19,8 @@ from lightning_fcl.federation.aggregation import state_tensors
 from lightning_fcl.models import SplitViT, ViT, create_vit
 from lightning_fcl.models._backbones import FAMILIES, VARIANTS, LevitBody
 
-# Small versions of each family. Positions depend only on patches and strides, so they equal the positions of the full
-# models.
+# Small versions of each family. The number of tokens depends only on patches and strides, so it is the same as in the
+# full models.
 TINY = {
     "vit": {"width": 12, "depth": 2, "num_heads": 3},
     "deit": {"width": 12, "depth": 2, "num_heads": 3},
