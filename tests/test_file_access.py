@@ -1,4 +1,4 @@
-"""Static check that only lightning_fcl/io opens files for reading, so that no named pipe or device blocks a command."""
+"""Static check that only lightning_fcl/io opens unchecked paths, so that no named pipe or device blocks a command."""
 
 import ast
 from pathlib import Path

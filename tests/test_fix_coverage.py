@@ -1,4 +1,4 @@
-"""Tests that each hint of an error has a row in the tables of fixes, or another test that raises the error."""
+"""Tests that each hint of an error has a row in the tables of fixes, another test, or a listed reason for no test."""
 
 import re
 from collections import defaultdict

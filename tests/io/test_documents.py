@@ -1,4 +1,4 @@
-"""Tests that YAML documents are checked for limits before they are loaded."""
+"""Tests that YAML documents are checked for limits before they are loaded, and that their fields are checked."""
 
 import os
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""Tests that training steps that are traced once and then replayed give bitwise identical results."""
+"""Tests that traced and replayed training steps give results that are bitwise identical to those of untraced steps."""
 
 import copy
 
