@@ -53,7 +53,7 @@ EXCEPTIONS = {
 
 
 def public() -> dict[str, typing.Any]:
-    """Return the public classes and functions by name."""
+    """Return the public classes and functions by name, except those in `EXCEPTIONS`."""
     found = {name: getattr(package, name) for package in (lightning_fcl, callbacks, models) for name in package.__all__}
     for module in MODULES:
         names = getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]

@@ -69,7 +69,10 @@ def test_apfl_and_ditto_shared_model_bitwise_equals_fedavg(fit, make_stream, opt
 
 
 def by_hand(task, stream, alpha0, alpha_lr, keep=False, strength=0.0):
-    """Train the shared model w and personal models v by the paper's Algorithm 1, or by Ditto if ``strength`` > 0."""
+    """Train the shared model w and personal models v by the paper's Algorithm 1, or by Ditto if ``strength`` > 0.
+
+    Return w, the dict of v by client, and the dict of the weights alpha by client.
+    """
     w = copy.deepcopy(task)
     v, alpha = {c: copy.deepcopy(task) for c in stream.plan.clients}, dict.fromkeys(stream.plan.clients, alpha0)
     kept = {client: v[client].configure_optimizers() for client in v}

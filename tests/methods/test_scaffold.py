@@ -35,7 +35,10 @@ class Variates(Callback):
 
 
 def by_hand(task, stream, drawn, every=1, momentum=0.0):
-    """Train in a loop by Algorithm 1 (option II) of the SCAFFOLD paper. The variates are reset every three rounds."""
+    """Train in a loop by Algorithm 1 (option II) of the SCAFFOLD paper. The variates are reset every three rounds.
+
+    Return the variates of the server, and a dict of the variates of each client.
+    """
     names = [name for name, _ in task.named_parameters()]
     everyone = stream.plan.clients
     for round_idx in range(stream.plan.num_rounds):

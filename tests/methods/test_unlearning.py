@@ -24,7 +24,10 @@ def arrays():
 
 
 def run(fit, clients=EVERYBODY, callbacks=(), rounds=3, steps=5, share="statistics", symmetric=False, **kwargs):
-    """Run a federation of the given clients. Each client has ``steps`` new sequences in every round."""
+    """Run a federation of the given clients, and return the task and the Trainer.
+
+    Each client has ``steps`` new sequences in every round.
+    """
     x, y, owner = arrays()
     chosen = np.isin(owner, clients)
     stream = FederatedStream.from_arrays(

@@ -162,7 +162,7 @@ class Uploads(Callback):
 
 @pytest.fixture
 def uploads(fit):
-    """Return a function that fits a new module and returns the first-round uploads and counters of some clients."""
+    """Return a function that fits a new module on some clients, and returns each client's first-round upload."""
 
     def run(make, clients, callbacks=(), **kwargs):
         watch = Uploads()

@@ -30,7 +30,7 @@ from lightning_fcl.tasks.classification import Regressor
 
 
 def arrays(samples=240, outputs=2, domains=3, seed=0):
-    """Return samples with linear targets whose slopes differ between domains."""
+    """Return inputs, targets, client numbers and domains. The targets are linear with different slopes per domain."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(samples, 6)).astype(np.float32)
     domain = rng.integers(domains, size=samples)

@@ -64,7 +64,10 @@ def as_packaged(monkeypatch, tmp_path):
 
 @pytest.fixture
 def published(tmp_path, monkeypatch, as_packaged, fit, small):
-    """Return a function that publishes a network after some rounds, and also fits the same recipe for all rounds."""
+    """Return a function that publishes a network after some rounds, and also fits the same recipe for all rounds.
+
+    The function returns the published folder, the folder of the published run, and the state after all rounds.
+    """
 
     def make(change, rounds, of=4, **recipes):
         monkeypatch.setenv("LIGHTNING_FCL_ZOO", str(tmp_path / "zoo"))
