@@ -784,7 +784,7 @@ def pad_batch(items):
 
 
 class Moves(L.LightningDataModule):
-    """A data module without batch transfer hooks. With `in_dataset`, the training samples have other values."""
+    """A data module without batch transfer hooks. With `in_dataset`, the data set adds 1 to the training inputs."""
 
     def __init__(self, in_dataset=False):
         super().__init__()

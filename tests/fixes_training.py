@@ -28,7 +28,7 @@ SECONDS: set[str] = set()
 
 
 class Samples(Classifier):
-    """A module that stores per-sample gradients in `grad_sample`."""
+    """A module that sets `grad_sample` of each parameter, as libraries for per-sample gradients do."""
 
     def on_after_backward(self):
         for parameter in self.parameters():

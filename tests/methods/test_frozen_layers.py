@@ -21,7 +21,7 @@ WITH_FEATURES = [Fed3R, CCVR, FedProto, ICaRL, FedCBDR, FOT, RegMean]
 
 
 class Net(nn.Module):
-    """A network with a frozen body that has batch normalization, and a trainable head."""
+    """A network with a body that has batch normalization, and a trainable head. The body is frozen by default."""
 
     features = 5
 

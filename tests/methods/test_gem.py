@@ -191,7 +191,7 @@ def test_agem_samples_reference_batch():
 
 
 class Noisy(nn.Module):
-    """A network with dropout, batch normalization, and a parameter that does not affect the loss."""
+    """A network with dropout, batch normalization, a layer that does not affect the loss, and a frozen layer."""
 
     def __init__(self):
         super().__init__()

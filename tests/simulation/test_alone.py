@@ -243,7 +243,7 @@ class Objects(Base):
 
 
 class Freezes(Base):
-    """A module that freezes layers and sets the layers to evaluation mode during training."""
+    """A module that freezes a layer and sets another layer to evaluation mode during training."""
 
     def prepare(self):
         self.drop = nn.Dropout(0.5)

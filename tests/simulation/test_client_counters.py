@@ -399,7 +399,7 @@ class Bar(ProgressBar):
 
 
 class Saves(Callback):
-    """Saves a checkpoint after each client's last batch, and stores the counters after each client."""
+    """Saves a checkpoint after each client's last batch, and stores the counters outside of the clients' batches."""
 
     def __init__(self, folder):
         self.folder, self.outside = folder, []
@@ -505,7 +505,7 @@ def test_manual_schedule_stepped_only_in_last_batches_is_by_round(fit, when, rat
 
 
 class SetsRates(Base):
-    """Sets the learning rate after each batch, and stores the rate at the start of each client's first batch."""
+    """Sets the learning rate after each batch and each round, and stores the rate in each client's first batch."""
 
     def __init__(self, automatic=True):
         super().__init__(automatic)

@@ -130,7 +130,7 @@ class Clients(Callback):
 
 
 class Batches(Clients):
-    """Counts clients, rounds, batches and samples, and stores the inputs of batches."""
+    """Counts clients, rounds, batches and samples, and stores the first feature and the labels of the samples."""
 
     def __init__(self, folder):
         super().__init__(folder)

@@ -25,7 +25,7 @@ def stream_of(rounds=2):
 
 
 class Gaussian(L.LightningModule):
-    """A module that fits a Gaussian to the embeddings of a round's samples, as anomalib's Padim does."""
+    """A module that computes the mean of the embeddings of a round's samples, as anomalib's Padim does."""
 
     def __init__(self):
         super().__init__()

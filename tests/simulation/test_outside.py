@@ -179,7 +179,7 @@ class Scales(Callback):
 
 
 class PullsBack(Callback):
-    """Pulls the weights towards their average after each step. The average is created in the first step."""
+    """Pulls the first layer's weights towards their moving average, which is created in the first step."""
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         weight = pl_module.model[0].weight.data

@@ -275,7 +275,7 @@ def places(trainer):
 
 
 class AsksWhere(Callback):
-    """Multiplies gradients by a factor that depends on the numbers of the process and on the client's counters."""
+    """Changes gradients and learning rates by factors that depend on the process numbers and the client's counters."""
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         self.factor = 1 / (1 + trainer.global_step) + sum(places(trainer)) + (not trainer.is_global_zero)

@@ -252,7 +252,7 @@ def test_hook_draws_do_not_depend_on_the_global_generator(fit, make_stream, make
 
 
 class Clips(L.LightningModule):
-    """A module that clips the weights after each batch, as critics of Wasserstein GANs do."""
+    """A module with a function that clips the weights, as critics of Wasserstein GANs do after each batch."""
 
     def __init__(self):
         super().__init__()

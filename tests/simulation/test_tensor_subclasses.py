@@ -61,7 +61,7 @@ class Scans(Dataset):
 
 
 class Net(L.LightningModule):
-    """A network with a buffer and a parameter of a tensor subclass."""
+    """A network with buffers and a parameter. ``make`` can convert these tensors to a tensor subclass."""
 
     def __init__(self, make=torch.Tensor.clone):
         super().__init__()
