@@ -180,7 +180,7 @@ def test_weights_hash_low_precision_changes_with_the_gain(make_reservoir, dtype)
 )
 @pytest.mark.parametrize("own", [False, True])
 def test_plasticity_gradients_equal_autograd_of_the_divergence(make_reservoir, by_numpy, mu, options, own):
-    """The expected values are gradients of -log|dh/dnet| + (h - mu)^2 / (2 sigma^2), summed over time.
+    """The expected values are negative gradients of -log|dh/dnet| + (h - mu)^2 / (2 sigma^2), summed over time.
 
     Here, h is the activation and net is the net input. The gradients treat the net input as constant.
     """
