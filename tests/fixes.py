@@ -665,7 +665,7 @@ ROWS |= {
         ),
         {"senders": ["FedWEIT"]},
         {"senders": []},
-        "Remove the method, or",
+        "Remove methods whose clients send messages, or",
     ),
     "mask with a median": Row(
         lambda lab, **options: fit_one_round(lab, **options),
@@ -1330,6 +1330,14 @@ ROWS |= {
         {"method": FedRep, "options": {"head_pattern": "head.*"}, "reductions": {"model.3.*": "local"}},
         {"options": {"head_pattern": "model.3.*"}},
         'Use a pattern of the last layer, such as `head_pattern="model.3.*"`',
+    ),
+    "head of a module with one layer": Row(
+        lambda lab, sizes, head: fit_one_round(
+            lab, task=Classifier(MLP(sizes), 4, sgd), callbacks=[FedRep(head_pattern=head)], reductions={head: "local"}
+        ),
+        {"sizes": [6, 4], "head": "model.1.*"},
+        {"sizes": [6, 5, 4], "head": "model.3.*"},
+        "Use a module with at least two layers of trainable parameters",
     ),
     "FedProx with a pattern that matches nothing": Row(
         fit_with,

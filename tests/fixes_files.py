@@ -1106,7 +1106,6 @@ ROWS |= {
         {"limit": "3 GB"},
         {"limit": "3000000000"},
         "Set LIGHTNING_FCL_MAX_BYTES to a whole number",
-        DamagedFileError,
     ),
     "folder that is not a run": Row(
         lambda lab, name: get_run_checkpoint(lab.run().parent / name),

@@ -45,9 +45,9 @@ _WAITING = 4_000_000
 _COHORT_BITS = 46
 """Number of bits to which the sum over a client group is rounded, for entries in single or half precision.
 
-The bits are counted from the entry's largest number. With this rounding, one integer per element can contain the exact
-sum of several client groups. The condition is that each group's largest number is between an eighth and twice the first
-group's largest number.
+The bits are counted down from the leading bit of the largest absolute value in the sum. With this rounding, one integer
+per element can contain the exact sum of several client groups. The condition is that each group's largest value is
+between an eighth and twice the first group's largest value.
 """
 
 GroupSums = dict[str, tuple[Tensor, float]]

@@ -107,7 +107,7 @@ class FedBuff(Synchronization):
         self._known: dict[int, _Known] = {}
 
     def staleness_weight(self, staleness: int) -> float:
-        """Return the factor of an update that is ``staleness`` server steps old."""
+        """Return the factor by which the server multiplies an update with a given staleness, in server steps."""
         return float((1 + staleness) ** -self.staleness_exponent)
 
     def start(self, context: TimingContext, round_idx: int = 0) -> None:
@@ -151,7 +151,7 @@ class FedBuff(Synchronization):
         self._first, self._start, self._known = state["round"], clock, {}
 
     def start_round(self, round_idx: int) -> None:
-        """Start a round. Afterwards, the clients of the round stay fixed, and earlier rounds have no timing."""
+        """Start a round. Afterwards, the clients of the round are fixed, and `clock_at` rejects earlier rounds."""
         self._start, self._first = self.clock_at(round_idx), round_idx
         self._known = {number: known for number, known in self._known.items() if number >= round_idx}
 
@@ -258,7 +258,8 @@ class BufferedServer(FederatedServer):
         self._round = current_round
         # The round after the last finished round.
         self._following = 0
-        # Server states by round index: of the rounds in which clients in flight started, and of the current round.
+        # The server's state at the start of a round, by round index. Contains the current round, and each round in
+        # which a client in flight downloaded the state.
         self._versions: dict[int, State] = {}
 
     def start_round(

@@ -31,7 +31,7 @@ _LOWEST = -1074
 _HIGHEST = 900
 # Number of bits per digit.
 _BITS = 42
-# Maximum of a limb's bound. If a sum could exceed this maximum, the limb is first converted to digits.
+# Maximum of `_Limb.bound`. If a sum could exceed this maximum, the limb is first converted to digits.
 _ROOM = 1 << 62
 
 
@@ -84,6 +84,7 @@ class _Limb:
     """A part of an exact sum, as integers in units of 2^exponent.
 
     ``total`` is the sum of the integers plus an offset for each added number. ``offsets`` is the sum of these offsets.
+    ``bound`` is an upper bound of the integers' absolute values.
     """
 
     exponent: int
@@ -114,7 +115,7 @@ class ExactChunk:
     def add(self, values: Tensor, weights: ExactWeights, column: Tensor | None, entry: str) -> None:
         """Add the weighted values of one client, shape (size,), or of several clients, shape (clients, size).
 
-        ``column`` contains the weights of several clients, shape (clients, 1).
+        ``column`` contains the weights of several clients, shape (clients, 1). It is None for one client.
         """
         if column is not None and values.dtype is torch.float64:
             for total in _sums(values, weights, column, entry):
@@ -198,13 +199,16 @@ class ExactChunk:
         return _carry(self._digits, *(limb.digits() for limb in self._limbs))
 
     def scale(self) -> IntegerScale | None:
-        """Return the unit's exponent and the bound of the sum's integers, or None if the sum needs several limbs."""
+        """Return the unit's exponent and the bound of the sum's integers, or None if the sum is not a single limb.
+
+        For a sum without numbers, return (0, 0).
+        """
         if self._digits or len(self._limbs) > 1:
             return None
         return (self._limbs[0].exponent, self._limbs[0].bound) if self._limbs else (0, 0)
 
     def to_integers(self, unit_exponent: int) -> Tensor:
-        """Return the sum on the CPU, in units of ``2^unit_exponent``.
+        """Return the sum as integers on the CPU, in units of ``2^unit_exponent``.
 
         The sum must have at most one limb. The unit of this limb must be at least ``2^unit_exponent``.
         """
@@ -267,7 +271,7 @@ def _sums(rows: Tensor, weights: ExactWeights, column: Tensor, entry: str) -> li
         while largest > 0:
             if level == len(sums):
                 sums.append(rows.new_zeros(rows.shape[1]))
-            # The offset rounds the numbers as in `ExactChunk`.
+            # This addition rounds the numbers as in `ExactChunk._add`.
             offset = math.ldexp(1.5, 52 - bits + math.frexp(largest)[1])
             torch.add(rest, offset, out=high).sub_(offset)
             torch.sum(high, dim=0, out=sums[level][start : start + width])

@@ -38,7 +38,7 @@ class LocalResult:
     has_finite_loss: Tensor | None = None
 
     def trained_state(self, row: int) -> State:
-        """Return the state of a client after its training."""
+        """Return the state of the client with index ``row`` in the group, after its training."""
         return (
             self.module_state
             if self.module_state is not None
@@ -55,7 +55,7 @@ class LocalTrainer(Protocol):
 
     @property
     def num_vectorized_clients(self) -> int:
-        """Number of clients per vectorized step."""
+        """Maximum number of clients per vectorized step."""
 
     @property
     def is_stacked(self) -> bool:
@@ -87,10 +87,11 @@ class LocalTrainer(Protocol):
 
         Args:
             batch: The batch. If batches are stacked, the batch contains only the clients that still have a batch, which
-                are the first clients of the group.
+                are the first clients of the group. A `StepTrainer` gets a list of unpadded batches instead, one for
+                each group of clients whose batches have the same shape.
             batch_idx: Index of the batch in the local training of this group. None: the module's step takes no index.
             weight: Weight of each sample in the mean of its client, shape (clients in the batch, batch). 0: padding.
-                None: batches are not stacked.
+                None: batches are not padded.
         """
 
     def optimizer_step(self, step: Callable[[], object], active: int) -> object:

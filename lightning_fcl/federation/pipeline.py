@@ -61,8 +61,8 @@ class Pipeline:
         codec, mask = self.codec, self.mask
         if codec is not None and mask is not None and not codec.linear:
             raise InvalidValueError(
-                f"Expected a linear `compression`, because the server adds encoded updates with "
-                f"`{type(mask).__name__}`, but got `{type(codec).__name__}`.",
+                f"Expected a `compression` with `linear = True`, because the server can decode only sums of encoded "
+                f"updates with `{type(mask).__name__}`, but got `{type(codec).__name__}`.",
                 hint="Remove `compression`.",
                 argument="compression",
                 value=type(codec).__name__,
@@ -75,7 +75,7 @@ class Pipeline:
 
     @property
     def mask(self) -> UploadTransform | None:
-        """The transform with ``sums_only``, for which the server adds encoded updates, or None."""
+        """The transform with ``sums_only = True``, with which the server adds encoded values, or None."""
         return next((one for one in self.transforms if one.sums_only), None)
 
     @property
@@ -114,9 +114,9 @@ class Pipeline:
                     )
         if self.mask is not None and setting.senders:
             raise InvalidValueError(
-                f"Expected no method with client messages, because `{type(self.mask).__name__}` lets the server see "
-                f"only sums, but got {', '.join(setting.senders)}.",
-                hint=f"Remove the method, or `{type(self.mask).__name__}`.",
+                f"Expected no method whose clients send messages, because `{type(self.mask).__name__}` lets the server "
+                f"see only sums, but got {', '.join(setting.senders)}.",
+                hint=f"Remove methods whose clients send messages, or remove `{type(self.mask).__name__}`.",
                 argument="callbacks",
                 value=list(setting.senders),
             )
@@ -180,7 +180,7 @@ class Pipeline:
         return uploads
 
     def encode(self, uploads: Uploads) -> None:
-        """Apply all transforms on the client."""
+        """Apply `UploadTransform.encode` of all transforms to the uploads of clients, first to last."""
         for transform in self.transforms:
             transform.encode(uploads)
 
@@ -191,7 +191,7 @@ class Pipeline:
 
     @property
     def changes_sums(self) -> bool:
-        """Whether a transform changes the sums of a round. Such a transform can change the server without uploads."""
+        """Whether a transform changes the sums of a round. If so, even a round without uploads can change the state."""
         return any(map(changes_sums, self.transforms))
 
     def on_sum(self, sums: Sums) -> None:

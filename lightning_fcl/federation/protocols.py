@@ -124,10 +124,10 @@ def get_ranks(trainer: L.Trainer) -> Ranks:
 
 @runtime_checkable
 class ClientEndListener(Protocol):
-    """A callback that runs after the local training of each client. The client's state is then in the module."""
+    """A callback that runs after each client's local training. The client's state is then in the module."""
 
     def on_client_end(self, trainer: L.Trainer, pl_module: L.LightningModule, client_round: ClientRound) -> None:
-        """Called after the upload of a client."""
+        """Called after the local training and upload of each client, except clients whose upload was dropped."""
 
 
 @runtime_checkable
@@ -211,7 +211,7 @@ class HasMetrics(FederatedModule, Protocol):
     """A module that defines the metrics of its predictions, in place of accuracy."""
 
     def configure_metrics(self) -> Mapping[str, Metric]:
-        """Return new metrics of ``(predictions, targets)`` by name. Curves and matrices show the first metric."""
+        """Return new metrics of ``(predictions, targets)`` by name. The plots of reports show the first metric."""
 
 
 @runtime_checkable

@@ -13,8 +13,8 @@ T = TypeVar("T")
 class Ranks(Protocol):
     """The processes that run one federation. All ranks call the same functions in the same order.
 
-    Results do not depend on the order of communication: integers are added exactly, and other values are returned by
-    rank.
+    Results do not depend on the order of communication. Integers are added exactly, and other values are returned in
+    the order of the ranks.
     """
 
     @property

@@ -89,7 +89,7 @@ class Reduction:
     """Whether the result depends on the clients' weights."""
 
     compressible: bool = False
-    """Whether lossy compression supports the entry. See `lightning_fcl.federation.compression.Compression`."""
+    """Whether lossy compression supports entries with this reduction. See `Compression`."""
 
     @property
     def averages(self) -> bool:

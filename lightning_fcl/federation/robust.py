@@ -158,7 +158,7 @@ class Krum(Reduction):
 def find_non_finite(
     states: Mapping[str, Tensor], start: State, reductions: Mapping[str, Reduction], sums: GroupSums
 ) -> tuple[dict[int, list[str]], list[str]]:
-    """Return the rows of clients with non-finite numbers, and uploaded entries with non-finite numbers at the start.
+    """Return the clients with non-finite numbers, and the uploaded entries that were non-finite at the start.
 
     Only entries that clients upload or keep are checked. Elements of a client are ignored if they were already
     non-finite at the start of the round.
@@ -170,9 +170,9 @@ def find_non_finite(
         sums: Weighted sums of some entries over all clients.
 
     Returns:
-        A dict and a list. The dict maps each affected row to the names of the client's non-finite entries. The list
-        contains the names of the uploaded entries that were non-finite at the start. If the sums of all entries are
-        finite, both are empty.
+        A dict and a list. The keys of the dict are the indices of the affected clients. The values are the names of the
+        client's non-finite entries. The list contains the names of the uploaded entries that were non-finite at the
+        start. If the sums of all entries are finite, both are empty.
     """
     numbers = {
         name: value

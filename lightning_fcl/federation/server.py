@@ -89,7 +89,7 @@ class FederatedServer:
         self.pipeline = Pipeline(transforms)
         # Seed of the federation.
         self.seed = 0
-        # Sections of the methods whose clients send messages.
+        # Names of the state sections of the methods whose clients send messages.
         self.senders: Sequence[str] = ()
         # Messages that arrived in the round, by section and client.
         self.messages: dict[str, dict[str, State]] = {}
@@ -111,7 +111,7 @@ class FederatedServer:
         self._frozen: list[str] = []
         # Frozen parameters that are unchanged since all devices received them.
         self._published: State | None = None
-        # Names of `_published` in a fit that is resumed.
+        # If a fit is resumed, the names of the entries of `_published` when the checkpoint was saved. Otherwise None.
         self._untouched: list[str] | None = None
         # Latest round in which the upload of each client was accepted.
         self.accepted: dict[str, int] = {}
@@ -233,8 +233,8 @@ class FederatedServer:
     def download(self, clients: Sequence[str]) -> tuple[list[State], list[ClientState]]:
         """Return the state that each client starts a round from, and the stored state of each client.
 
-        A client starts from the server's state with the client's local and unsent entries. Clients without these
-        entries can share one state object.
+        A client starts from the server's state, with its client-local entries, and with the entries that it could not
+        upload because it missed a synchronization. Clients without such entries can share one state object.
         """
         client_states = [self.client_store[client] for client in clients]
         states = [
@@ -248,7 +248,7 @@ class FederatedServer:
         return states, client_states
 
     def _started(self, client_state: ClientState) -> State:
-        """Return the start state of a client that has local or unsent entries."""
+        """Return the start state of a client that has client-local entries, or entries that it could not upload."""
         local_entries = {
             n: v for n, v in client_state.get("model", {}).items() if n in self._start and self.reductions[n].is_local
         }
@@ -459,7 +459,10 @@ class FederatedServer:
                 unchanged.add(name)
 
     def _drop(self, client_round: ClientRound, at_fault: Sequence[str]) -> None:
-        """Drop an upload, and delete the client's unsent entries, which would make later uploads non-finite."""
+        """Drop an upload, and delete the entries that the client could not upload earlier.
+
+        These entries would make later uploads non-finite.
+        """
         client, client_state = client_round.client_id, self.client_store[client_round.client_id]
         if RESIDUAL_SECTION in client_state:
             self.client_store[client] = {
@@ -542,7 +545,7 @@ class FederatedServer:
         return aggregate
 
     def undo_round(self) -> None:
-        """Restore the states of clients and transforms from before the round, if the round was interrupted."""
+        """Restore the states of clients and transforms from before the interrupted round."""
         self._memories = {}
         self.pipeline.undo_round()
         self.client_store.roll_back_round()

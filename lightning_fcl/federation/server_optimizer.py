@@ -81,7 +81,9 @@ Expected `lr` of `SGD` to be a finite number, but got nan. Use a finite number, 
 
 
 def get_settings(optimizer_or_schedule: Optimizer | LRScheduler) -> dict[str, Any]:
-    """Return the current plain settings (`is_plain`) of an optimizer or a schedule, for checkpoints.
+    """Return the class name and the plain settings (`is_plain`) of an optimizer or a schedule, for checkpoints.
+
+    The values of an optimizer's settings are lists with one value for each parameter group.
 
     Example:
         >>> get_settings(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5))["lr"]

@@ -88,7 +88,7 @@ class Synchronization(ABC):
     """
 
     context: TimingContext
-    """The federation that was passed to `start`."""
+    """The context that was passed to `start`."""
 
     time: ClassVar[str] = "per round"
     """Phrase in messages after the number of training clients, as in "3 of 10 clients per round"."""
@@ -399,6 +399,10 @@ class Participation:
         if record.master is None:
             return
         if self._master not in (None, *record.upload_bytes):
-            log.warning("The swarm's master %s is unreachable. The new master is %s.", self._master, record.master)
+            log.warning(
+                "The swarm's master %s uploaded nothing in this round. The new master is %s.",
+                self._master,
+                record.master,
+            )
         self._master = record.master
         record.upload_bytes[record.master] = record.download_bytes[record.master] = 0

@@ -171,7 +171,7 @@ class Uploads:
         self.values[name] = update if self.are_updates else self.origins[name] + update
 
     def norms(self) -> Tensor:
-        """Return the joint L2 norm of each client's decoded upload, float64 of shape (clients,)."""
+        """Return the joint L2 norm of each client's updates and messages, float64 of shape (clients,)."""
         squares = torch.zeros(len(self), dtype=torch.float64)
         for name in self.names:
             squares += _squares(self.update(name)).cpu()
@@ -182,7 +182,7 @@ class Uploads:
         return squares.sqrt()
 
     def scale(self, factors: Tensor) -> None:
-        """Multiply each client's decoded upload by a factor. ``factors`` has shape (clients,).
+        """Multiply each client's updates and messages by a factor. ``factors`` has shape (clients,).
 
         Scaled integers are rounded toward zero.
         """
@@ -202,7 +202,10 @@ class Uploads:
         return {**self.values, **coded}
 
     def client_tensors(self, row: int) -> State:
-        """Return the packed tensors that one client sends, by name. Their total size is the size of the upload."""
+        """Return the packed tensors that the client with index ``row`` sends, by name.
+
+        The total size of these tensors is the size of the upload.
+        """
         state = {
             name: self.reductions[name].pack(value[row])
             for name, value in self.values.items()
@@ -382,7 +385,10 @@ class UpdateCodec(UploadTransform, ABC):
 
     @abstractmethod
     def forms(self, reference: Tensor) -> Forms:
-        """Return the dtype and the shape of each tensor of one client's encoded update."""
+        """Return the dtype and the shape of each tensor of an encoded update, by name.
+
+        ``reference`` has the shape and dtype of one client's update.
+        """
 
     @abstractmethod
     def codes(self, name: str, setting: Setting) -> bool:

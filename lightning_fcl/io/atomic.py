@@ -191,7 +191,7 @@ def run_lock(folder: Path) -> Iterator[None]:
         InvalidValueError: If another process is training in the folder.
     """
     path = folder.resolve() / _LOCK
-    if sys.platform == "win32" or path in _temporary:  # this process already holds the lock
+    if sys.platform == "win32" or path in _temporary:  # Windows has no lock, or this process already holds the lock
         yield
         return
     with disk_error_context(folder):
@@ -269,7 +269,7 @@ def _remove(path: Path) -> None:
 
 
 def _leave(path: Path, descriptor: int | None) -> None:
-    if path in _temporary:  # a forked process inherits the finalizers of its parent
+    if path in _temporary:  # False in a forked process, which also runs the finalizers of its parent
         _remove(path)
     if descriptor is not None:
         os.close(descriptor)
@@ -295,7 +295,8 @@ def _lock(path: Path, wait: bool = True) -> int | None:
     """Create and lock a file, and return the descriptor of the file.
 
     The file is unlocked when the descriptor is closed or the process ends. Return None if the system or the file system
-    does not support locks.
+    does not support locks. If another process has locked the file, wait for the lock, or with ``wait=False`` raise
+    InvalidValueError.
     """
     if sys.platform == "win32":
         return None

@@ -14,7 +14,7 @@ from zipfile import BadZipFile, ZipFile
 from lightning_fcl.errors import DamagedFileError, InvalidValueError, MissingFileError
 from lightning_fcl.io.download import download
 from lightning_fcl.io.paths import cache_folder
-from lightning_fcl.io.reading import LimitError, check_members, open_file
+from lightning_fcl.io.reading import LimitError, LimitSettingError, check_members, open_file
 from lightning_fcl.library_errors import first_line
 from lightning_fcl.validation import format_names
 
@@ -64,6 +64,7 @@ def read_checkpoint(reader: Callable[[BufferedReader], Any], path: str | Path) -
 
     Raises:
         MissingFileError: If there is no such file.
+        LimitSettingError: If the environment variable with the size limit is invalid.
         DamagedFileError: If the file is damaged, too large, or has no ``state_dict``.
     """
     file = require_checkpoint_file(path)
@@ -74,6 +75,8 @@ def read_checkpoint(reader: Callable[[BufferedReader], Any], path: str | Path) -
             checkpoint = reader(checkpoint_file)
         if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
             raise ValueError("it has no `state_dict`")
+    except LimitSettingError:
+        raise
     except Exception as error:  # a damaged file can cause any error in the reader
         raise DamagedFileError(
             f"Expected an undamaged checkpoint of tensors and plain values at {path}, but could not read it "

@@ -166,7 +166,7 @@ class Source:
         if self.expected_files:
             hint += f", or set LIGHTNING_FCL_DATA to the folder that contains {self.expected_files}"
         raise MissingFileError(
-            f"Expected {self.title} below `root`, but found nothing in {root}.",
+            f"Expected {self.title} below `root`, but found no such files in {root}.",
             hint=f"{hint}.",
             argument="root",
             value=root,
@@ -181,6 +181,7 @@ class Source:
         Raises:
             MissingFileError: If the source has no download, and its files do not exist on disk.
             ConnectionFailedError: If the download fails.
+            InvalidValueError: If the checksum of the downloaded file is wrong.
             FileAccessError: If the archive cannot be unpacked.
         """
         root = data_root(root)

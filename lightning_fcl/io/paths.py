@@ -7,7 +7,7 @@ from unicodedata import is_normalized
 
 from lightning_fcl.errors import InvalidValueError
 
-# Maximum length of a name in bytes. File systems allow 255 bytes, and the name of a temporary file is longer.
+# Maximum length of a name in bytes. File systems allow 255 bytes, and the temporary name of a file adds some bytes.
 _LONGEST = 240
 _PLAIN = re.compile(r'[^/\\:*?"<>|]*[^/\\:*?"<>| .]')
 _RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)( *\..*)?", re.IGNORECASE)

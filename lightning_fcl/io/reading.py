@@ -64,6 +64,8 @@ def read_bytes(path: str | Path, max_bytes: int | None = None) -> bytes:
                 pieces.append(piece)
                 num_bytes += len(piece)
                 check_size(num_bytes, max_bytes=max_bytes)  # the file may grow while it is read
+        except LimitSettingError:
+            raise
         except ValueError as error:
             hint = error.hint if isinstance(error, LimitError) else "Use a smaller file."
             raise InvalidValueError(
@@ -107,6 +109,7 @@ def as_file_error(path: Path, description: str, remedy: str = REDOWNLOAD_HINT) -
 
     Raises:
         MissingFileError: If the file is missing.
+        LimitSettingError: If the environment variable with the size limit is invalid.
         DamagedFileError: If the reader raises another error.
     """
     try:
@@ -116,7 +119,7 @@ def as_file_error(path: Path, description: str, remedy: str = REDOWNLOAD_HINT) -
         yield
     except FileNotFoundError as error:
         raise MissingFileError(f"Expected the file {path} but it is missing.", hint=remedy, value=path) from error
-    except MemoryError:  # the machine has too little memory, but the file is not damaged
+    except (MemoryError, LimitSettingError):  # the memory or the setting is the cause, and the file is not damaged
         raise
     except Exception as error:
         hint = error.hint if isinstance(error, LimitError) else remedy
@@ -138,6 +141,10 @@ class LimitError(ValueError):
         self.hint = hint
 
 
+class LimitSettingError(InvalidValueError):
+    """An error for a value of ``LIGHTNING_FCL_MAX_BYTES`` that is not a number of bytes."""
+
+
 def check(condition: object, message: str) -> None:
     """Raise ValueError if the content of a file does not meet a condition.
 
@@ -150,10 +157,11 @@ def check(condition: object, message: str) -> None:
 
 
 def check_size(size: int, packed: int = 0, max_bytes: int | None = None) -> None:
-    """Raise ValueError if the content of a file is larger than the limit.
+    """Raise LimitError or ValueError if the content of a file is larger than the limit.
 
     The limit is ``max_bytes`` if given, otherwise the value of the environment variable ``LIGHTNING_FCL_MAX_BYTES``. If
-    neither is set, the limit is the larger of 2 GB and 20 times the packed size.
+    neither is set, the limit is the larger of 2 GB and 20 times the packed size. Raise LimitSettingError if the value
+    of the environment variable is not a number.
 
     Args:
         size: Size of the content in bytes, after decompression.
@@ -165,7 +173,12 @@ def check_size(size: int, packed: int = 0, max_bytes: int | None = None) -> None
         return
     setting = os.environ.get(LIMIT)
     if setting and not setting.isdecimal():
-        raise LimitError(f"{LIMIT}={setting}, which is not a number of bytes", f"Set {LIMIT} to a whole number.")
+        raise LimitSettingError(
+            f"Expected the environment variable {LIMIT} to be a number of bytes, but got `{setting}`.",
+            hint=f"Set {LIMIT} to a whole number.",
+            argument=LIMIT,
+            value=setting,
+        )
     limit = int(setting) if setting else max(_LEAST, _RATIO * packed)
     if size > limit:
         hint = f"{REDOWNLOAD_HINT} If the file is meant to be that large, set {LIMIT} to at least {size}."
@@ -173,9 +186,9 @@ def check_size(size: int, packed: int = 0, max_bytes: int | None = None) -> None
 
 
 def check_members(archive: ZipFile, packed: int) -> None:
-    """Raise an error if the content of a zip file is too large or uses an unsupported compression method.
+    """Raise ValueError if the content of a zip file is too large, or BadZipFile if its compression is unsupported.
 
-    Only the directory of the zip file is read.
+    Only the list of files in the zip file is read. The files are not unpacked.
     """
     members = archive.infolist()
     check_size(sum(member.file_size for member in members), packed)
@@ -209,12 +222,20 @@ def read_note(path: Path) -> dict[str, Any]:
 def read_json(path: Path, description: str, schema: int, remedy: str) -> dict[str, Any]:
     """Return the content of a JSON file that this library has written.
 
+    Args:
+        path: Path of the file.
+        description: Description of the file for messages, see `require_file`.
+        schema: Expected number in the field ``format`` of the content.
+        remedy: Hint on how to fix the error.
+
     Raises:
         MissingFileError: If there is no such file.
-        InvalidValueError: If the content is not JSON, or has another format.
+        InvalidValueError: If the file is too large, the content is not JSON, or the format number differs.
     """
     try:
         content = json.loads(read_text(require_file(path, description, remedy)))
+    except InvalidValueError:
+        raise
     except ValueError as error:
         raise InvalidValueError(
             f"Expected {path} to contain JSON but got: {error}.", hint=remedy, value=path

@@ -1,4 +1,4 @@
-"""Random targets and outputs for a trial. The trial checks that a row does not depend on other rows of its batch."""
+"""Random targets and outputs for a trial. The trial checks that a sample's result depends on no other samples."""
 
 from __future__ import annotations
 

@@ -195,7 +195,7 @@ class _MethodTrial:
             memories: Sequence[StateSection]
             try:
                 memories = [_copied(method).prepare_client_state(client) for client in clients]
-            except Exception:  # The method needs client data that the trial does not have.
+            except Exception:  # The method may need client data that the trial does not have.
                 memories = [{} for _ in clients]
             learning = {name: self._begun[name] for name in trainable_parameters(self._module)}
             states = [{**self._begun, **self._drawn(learning)} for _ in _NAMES]
@@ -225,7 +225,7 @@ class _MethodTrial:
                     client.method_state = _copied(method).end_experience(client, client_state, data)
                     client = make_client(method, self._module, client.method_state, inputs.server, later_round)
                     memories.append(_copied(method).prepare_client_state(client))
-        except Exception:  # The method needs client data that the trial does not have.
+        except Exception:  # The method may need client data that the trial does not have.
             return None
         finally:
             load_state_tensors(self._module, self._begun)

@@ -93,7 +93,7 @@ class ModuleSnapshot:
         self._put_back_flags()
 
     def commit(self) -> None:
-        """Add the changes by hooks to the snapshot, then apply the saved changes of the last client again."""
+        """Add changes by hooks at the end of the round to the snapshot. Then apply the last client's changes again."""
         for snapshot_value in self._parts:
             snapshot_value.commit()
         self._learn = [(name, parameter, parameter.requires_grad) for name, parameter, _ in self._learn]

@@ -135,7 +135,7 @@ class Outside:
         self.shared = [prefix for prefix, _ in self._roots]
 
     def _add_functions(self, classes: Mapping[type, None]) -> None:
-        """Add the variables, attributes and class attributes that the functions use."""
+        """Add the variables, function attributes and class attributes that the functions in `functions` use."""
         scopes: dict[int, tuple[ModuleType | str, dict[str, Any], set[str]]] = {}
         for function in self.functions.values():
             prefix = _prefix(function)

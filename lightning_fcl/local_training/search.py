@@ -23,7 +23,7 @@ from lightning_fcl.snapshot_values import (
 )
 
 INTERNAL = frozenset(vars(L.LightningModule()))
-"""Attributes of a module that Lightning and torch set."""
+"""Names of the attributes of a module that Lightning and torch set."""
 NO_STATE = (*CONSTANT, types.FunctionType, types.MethodType)
 # Prefixes of module names. Objects of classes in these modules, such as datasets, are not state of clients.
 NOT_OF_CLIENTS = (*LEFT_ALONE, "lightning_fcl.", "torch.utils.")

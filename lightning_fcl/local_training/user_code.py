@@ -40,7 +40,7 @@ _EARLY = (
     *("on_before_optimizer_step",),
 )
 STEP_HOOKS = (*_EARLY, "on_train_batch_end", "on_client_end")
-"""Hooks of a callback that run in a client's local training."""
+"""Names of the callback hooks that run for each client: during its local training, or at the end."""
 
 
 def is_users(kind: type | ModuleType | FunctionType) -> bool:

@@ -256,7 +256,7 @@ class StackedPrecision(Precision):
             parameter.grad = gradient
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """Clip each client's gradient by its norm."""
+        """In a vectorized step, clip the gradient of each client separately. Otherwise clip as Lightning does."""
         trainer = self._trainer()
         if not isinstance(trainer, StackedTrainer):
             super().clip_grad_by_norm(optimizer, clip_val)

@@ -32,8 +32,8 @@ def check_batch(method: MethodBase, batch: Batch, stored: bool = True) -> None:
     accepts = is_labelled(batch) or (method.needs.dict_batches and isinstance(batch, dict))
     if method.needs.labels and not accepts:
         raise InvalidTypeError(
-            f"Expected batches `[x, y]` with a tensor `y` for `{type(method).__name__}`, but got {_kind_of(batch)}.",
-            hint="Return a pair from your dataset.",
+            f"Expected batches `[x, y]` with a tensor `y` for `{type(method).__name__}`, but got {_described(batch)}.",
+            hint="Return a pair from your dataset. The second value must be a number or a tensor.",
             argument="batch",
         )
     if stored:

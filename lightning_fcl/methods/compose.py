@@ -92,11 +92,15 @@ def check_needs(method: MethodBase, trainer: L.Trainer, module: L.LightningModul
             f"Expected trainable parameters for `{name}`, but the module has none.",
         )
     if not head_names or len(head_names) == len(learning):
+        last = f"{[*learning][-1].rpartition('.')[0]}.*"
+        has_other_layers = 0 < sum(matches(name, last) for name in learning) < len(learning)
         raise InvalidValueError(
             f"Expected `head_pattern` to match some but not all trainable parameters, but `{head}` matches "
             f"{len(head_names)} of {len(learning)}. The trainable parameters include "
             f"{', '.join(sorted(learning)[:3])}.",
-            hint=f'Use a pattern of the last layer, such as `head_pattern="{[*learning][-1].rpartition(".")[0]}.*"`.',
+            hint=f'Use a pattern of the last layer, such as `head_pattern="{last}"`.'
+            if has_other_layers
+            else "Use a module with at least two layers of trainable parameters, and a pattern of the last layer.",
             argument="head_pattern",
         )
     reductions = get_reductions(module, federation.settings.rules)

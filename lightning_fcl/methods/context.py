@@ -36,8 +36,8 @@ class Client:
         federation: The federation. None in a plain Trainer.
         is_active: Whether the client uses the method.
         section_name: Name of the method's section in the state of clients and server.
-        generator: Random number generator for the end of the round. Default: a generator whose seed depends on the
-            client, the round and the section.
+        generator: Random number generator for the hooks at the end of a round. Default: a generator whose seed depends
+            on the client, the round and the section.
 
     Attributes:
         batch: The current batch.
@@ -160,7 +160,10 @@ class Client:
 
     @property
     def seed(self) -> int:
-        """Seed for the random numbers of methods."""
+        """Seed for the random numbers of methods.
+
+        The seed of the federation. In a plain Trainer, the seed of the stream, or the global seed without a stream.
+        """
         if self.federation is not None:
             return self.federation.seed
         attached = self._module is not None and self._module._trainer is not None
@@ -169,7 +172,7 @@ class Client:
 
     @property
     def generator(self) -> torch.Generator:
-        """Random number generator for the end of the round."""
+        """Random number generator for the hooks at the end of the round."""
         if self._generator is None:
             seed = derive_seed(self.seed, self.client_round.client_id, self.client_round.round_idx, self._section)
             self._generator = torch.Generator().manual_seed(seed)

@@ -84,7 +84,7 @@ def test_source_find_returns_the_first_existing_layout(tmp_path, monkeypatch):
 
 
 def test_source_find_missing_files_raises_with_a_hint(tmp_path):
-    message = f"Expected the X below `root`, but found nothing in {tmp_path}."
+    message = f"Expected the X below `root`, but found no such files in {tmp_path}."
     end = "or set LIGHTNING_FCL_DATA to the folder that contains `original` or `x.npz`."
     by_hand = replace(SOURCE, manual_steps="Unpack {url} to {root}/x")
     for source, advice in (

@@ -64,8 +64,8 @@ def test_missing_dataset_raises_with_instructions(tmp_path, name):
     (tmp_path / "people" / "IMG").mkdir(parents=True)
     (tmp_path / "people" / "IMG_0001.jpg").touch()
     message = (
-        f"Expected {title} below `root`, but found nothing in {tmp_path}. {advice.format(name=name, root=tmp_path)} "
-        f"set LIGHTNING_FCL_DATA to the folder that contains {holds}."
+        f"Expected {title} below `root`, but found no such files in {tmp_path}. "
+        f"{advice.format(name=name, root=tmp_path)} set LIGHTNING_FCL_DATA to the folder that contains {holds}."
     )
     source = SOURCES[name]
     calls = [datasets.load_dataset, datasets.verify, lambda _, root: source.find(root)]
