@@ -67,7 +67,7 @@ from lightning_fcl.io.checkpoint import get_run_checkpoint, read_checkpoint, req
 from lightning_fcl.io.checksums import check_digest, read_checksums, sha256
 from lightning_fcl.io.download import Layout, Source, download
 from lightning_fcl.io.paths import safe_join
-from lightning_fcl.io.reading import read_bytes
+from lightning_fcl.io.reading import LimitSettingError, read_bytes
 from lightning_fcl.io.safe_yaml import read_yaml
 from lightning_fcl.runs.fit import FederatedCLI, make_cli, resolve_recipe
 from lightning_fcl.runs.lightning_errors import convert_errors
@@ -1106,6 +1106,7 @@ ROWS |= {
         {"limit": "3 GB"},
         {"limit": "3000000000"},
         "Set LIGHTNING_FCL_MAX_BYTES to a whole number",
+        LimitSettingError,
     ),
     "folder that is not a run": Row(
         lambda lab, name: get_run_checkpoint(lab.run().parent / name),

@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_fcl.data.plain_tensors import plain_tensor
 from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.io.checkpoint import read_checkpoint
+from lightning_fcl.io.reading import LimitSettingError
 
 _PLAIN = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
 _MAPPINGS = (dict, OrderedDict, Counter)
@@ -160,6 +161,8 @@ def read_back(checkpoint_io: CheckpointIO, path: str | Path) -> None:
         return
     try:
         read_checkpoint(lambda file: checkpoint_io.load_checkpoint(file.name, weights_only=True), path)
+    except LimitSettingError:
+        raise
     except ValueError as error:
         raise InvalidValueError(
             f"Expected the first checkpoint of the fit to be readable, but reading {path} failed: "
