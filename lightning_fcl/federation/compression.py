@@ -82,7 +82,7 @@ class Compression(UpdateCodec, ABC):
 
 
 class TopK(Compression):
-    """Compression that sends only the elements with the largest absolute values of each entry's update.
+    """Compression that sends only the largest elements, by absolute value, of the update of each entry.
 
     From n elements, ``fraction * n`` are sent, rounded up. The positions of these elements are sent as 4 bytes per sent
     element, or as one bit for each of the n elements, whichever is shorter. With ``bits``, the sent elements are also
@@ -230,7 +230,10 @@ def _mask_is_shorter(k: int, n: int) -> bool:
 
 
 def _quantize(values: Tensor, bits: int) -> State:
-    """Quantize each row to integer multiples of the row's scale. Return the scales and the packed integers."""
+    """Round the values of each client, shape (clients, n), to integer multiples of the client's scale.
+
+    Return a dict with the tensor ``scale`` and the packed tensor ``integers``.
+    """
     levels = 2 ** (bits - 1) - 1
     # Half precision is too coarse for this computation.
     wide = values.to(torch.promote_types(values.dtype, torch.float32))

@@ -38,8 +38,8 @@ _KEPT = "asynchronous"
 class Flight:
     """A client between the download of a round's state and the arrival of the upload. Times are in nanoseconds.
 
-    Flights are ordered by arrival time. Flights with equal arrival times are ordered by the client's position in the
-    plan.
+    Flights are ordered by arrival time. Flights with equal arrival times are ordered by the client's ``position``
+    in the plan. ``version`` is the index of the round whose state the client downloaded.
     """
 
     arrival_ns: int

@@ -43,7 +43,7 @@ class Reason(Enum):
         "the module draws random numbers with NumPy or Python. `torch.nn.functional.dropout` can be vectorized"
     )
 
-    # Training on padded batches.
+    # Obstacles to training on padded batches.
     NO_SAMPLE_LOSS = "`{}` does not define `sample_loss`, unlike `Classifier`"
     NOT_TENSORS = "the batches are not pairs of tensors"
     OTHER_SAMPLES = "`{}` of a sample depends on the other samples of the batch"
@@ -51,7 +51,7 @@ class Reason(Enum):
     NOT_REPEATABLE = "the step gives a different result each time, or depends on the client's number of batches"
     LOSS_LOGS = "`sample_loss` or `forward` logs, and padding would be logged as well"
 
-    # The module's own training step.
+    # Obstacles to vectorizing the module's own training step.
     FAILS = "vectorizing the step fails ({})"
     READS_VALUE = (
         "the step reads the value of a tensor (`.item()`, `float()`). Compute with the tensor and log the tensor"
@@ -97,7 +97,7 @@ class Obstacle:
 
 
 class ObstacleError(ValueError):
-    """An obstacle found in a training step."""
+    """An error for an obstacle that was found in a training step."""
 
     def __init__(self, reason: Reason, *details: object) -> None:
         self.obstacle = Obstacle(reason, details)

@@ -173,7 +173,7 @@ class Vectorizable(HasSampleLoss, Protocol):
     """A module whose training loss is the mean of its `sample_loss`, so that clients can train vectorized."""
 
     def sequential_reason(self) -> Obstacle | None:
-        """Return the obstacle to vectorized training that the module reports. None: the module can be vectorized."""
+        """Return the obstacle to vectorized training that the module reports, or None."""
 
     def update_train_loss(self, total: Tensor, samples: int) -> None:
         """Add the total loss of some samples to the training loss of the epoch."""
@@ -235,7 +235,7 @@ class HasAggregationHook(FederatedModule, Protocol):
     """A module with a function that is called after the aggregation."""
 
     def on_after_aggregation(self) -> None:
-        """Finish the server's state, for example in closed form. The server's state is in the module."""
+        """Change the aggregated server state in the module, for example compute a solution in closed form."""
 
 
 @runtime_checkable

@@ -33,7 +33,7 @@ class Ranks(Protocol):
 
 
 class SingleRank:
-    """A federation in a single process."""
+    """The `Ranks` of a federation that runs in a single process."""
 
     num_ranks = 1
     rank = 0

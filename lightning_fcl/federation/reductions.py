@@ -249,4 +249,7 @@ METRIC_REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "min": lambda numbers, sizes: numbers.amin(),
     "max": lambda numbers, sizes: numbers.amax(),
 }
-"""Lightning's reductions of logged numbers. Arguments: the numbers and the batch sizes, each of shape (batches,)."""
+"""Functions that reduce logged numbers, by Lightning's name of the reduction.
+
+The arguments of a function are the numbers and the batch sizes, each of shape (batches,).
+"""

@@ -56,7 +56,7 @@ class FederatedServer:
         client_store: Store of the clients' states.
         client_weights: Weight of each client in means. ``"samples"``: its number of samples in the round.
             ``"trained_samples"``: also counts replay samples. ``"uniform"``: 1. A dict: a weight for each client.
-        server_optimizer: Function that makes the optimizer that steps the server on the pseudo-gradient.
+        server_optimizer: Function that makes the optimizer that updates the server state with the pseudo-gradient.
         transforms: The upload transforms, in the order of `lightning_fcl.federation.uploads.Stage`.
 
     Example:
@@ -220,7 +220,7 @@ class FederatedServer:
 
     @property
     def optimizer_settings(self) -> dict[str, Any] | None:
-        """Settings of the optimizer that steps the server, or None if there is no such optimizer."""
+        """Settings of the optimizer that updates the server state, or None if there is no such optimizer."""
         if self._factory is None:
             return None
         return get_settings(make_optimizer(self._factory, [nn.Parameter(torch.zeros(1))], "server_optimizer"))
@@ -416,7 +416,10 @@ class FederatedServer:
             (transform.after_upload if is_after_upload else transform.before_upload)(messages)
 
     def adjust(self, uploads: Uploads) -> bool:
-        """Correct uploads of clients that started from an older server state. Return whether an upload changed."""
+        """Correct uploads of clients that started from an older server state. Return whether an upload changed.
+
+        Synchronous rounds have no such uploads. Therefore this class corrects nothing.
+        """
         return False
 
     def _origins(self, clients: Sequence[str]) -> State:

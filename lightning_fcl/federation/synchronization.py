@@ -322,8 +322,8 @@ class Participation:
         for round_idx in range(min(rounds, plan.num_rounds) if self.min_samples > 1 else 0):
             if not self.candidates(plan, round_idx):
                 raise MissingValueError(
-                    f"Expected a client with at least {self.min_samples} samples in each round, but round {round_idx} "
-                    "has no such client. The module cannot train on a batch of one sample.",
+                    f"Expected an available client with at least {self.min_samples} samples in each round, but round "
+                    f"{round_idx} has no such client. The module cannot train on a batch of one sample.",
                     hint="Use fewer clients or experiences, or replace batch normalization by group normalization.",
                     argument="min_samples",
                 )
@@ -363,7 +363,8 @@ class Participation:
                 f" and is available (unavailable: {', '.join(sorted(absent))}). Lower `max_epochs`" if absent else ""
             )
             raise InvalidValueError(
-                f"Expected a client with data in round {round_idx}, but no client has data{absence_note}.",
+                f"Expected a client with enough data in round {round_idx}, but no client has enough data"
+                f"{absence_note}.",
                 argument="max_epochs",
             )
         number = count_sampled_clients(self.fraction_or_count, len(clients))
@@ -388,7 +389,7 @@ class Participation:
         self.withdrawn_clients.add(client)
 
     def misses_sync(self, client: str, round_idx: int) -> bool:
-        """Return whether a client trains in a round but misses the synchronization of the round."""
+        """Return whether a client that trains in a round misses the synchronization of the round."""
         return self.swarm is not None and self.swarm.misses_sync(client, round_idx, self.seed)
 
     def elect_master(self, record: RoundRecord, clients: Sequence[str]) -> None:

@@ -159,7 +159,10 @@ class Uploads:
         return self.values[name] if self.are_updates else difference(self.values[name], self.origins[name])
 
     def state(self, name: str) -> Tensor:
-        """Return the clients' states of an entry that is not encoded, shape (clients, ...)."""
+        """Return the clients' values of an entry that is not encoded, shape (clients, ...).
+
+        If ``are_updates``, the values are computed from the updates.
+        """
         value = self.values[name]
         if not self.are_updates:
             return value

@@ -18,7 +18,7 @@ from lightning_fcl.io.reading import LimitError, LimitSettingError, check_member
 from lightning_fcl.library_errors import first_line
 from lightning_fcl.validation import format_names
 
-_REMOTE = re.compile(r"(?P<url>\w+://[^#]*)(#sha256=(?P<digest>[0-9a-f]{64}))?", re.IGNORECASE)
+_REMOTE = re.compile(r"(?P<url>\w+://[^#]*)(#(?:sha256=(?P<digest>[0-9a-f]{64})|.*))?", re.IGNORECASE)
 
 
 def resolve_checkpoint(path: str | Path) -> Path:
@@ -27,7 +27,7 @@ def resolve_checkpoint(path: str | Path) -> Path:
     A URL such as ``https://host/name.ckpt#sha256=...`` is downloaded to the cache and verified. A path is not checked.
 
     Raises:
-        InvalidValueError: If a URL has no SHA-256 checksum.
+        InvalidValueError: If a URL does not end in a SHA-256 checksum.
     """
     remote = _REMOTE.fullmatch(str(path))
     if remote is None:

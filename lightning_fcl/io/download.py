@@ -45,7 +45,7 @@ def download(url: str, path: Path, digest: str, next_step: str = "") -> Path:
                 value=path,
             )
         path.parent.mkdir(parents=True, exist_ok=True)
-        pooch.get_logger().setLevel("WARNING")  # the progress bar already shows the download
+        pooch.get_logger().setLevel("WARNING")  # do not log each download
         downloader = pooch.HTTPDownloader(progressbar=sys.stderr.isatty(), timeout=30)
         try:
             pooch.retrieve(url, digest, path.name, path.parent, downloader=downloader)

@@ -137,7 +137,7 @@ def closure_of(function: FunctionType) -> dict[str, Any]:
 
 
 def outward(functions: Iterable[FunctionType]) -> str | None:
-    """Return a name in the functions that indicates writing of files or communication between processes, or None."""
+    """Return a name of a file or network operation that the functions use, or None. See `_OUTWARD`."""
     used_names = {name for function in functions for name in names_in(function.__code__)}
     return min(used_names & _OUTWARD, default=None)
 
