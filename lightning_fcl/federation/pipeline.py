@@ -114,8 +114,8 @@ class Pipeline:
                     )
         if self.mask is not None and setting.senders:
             raise InvalidValueError(
-                f"Expected no method whose clients send messages, because `{type(self.mask).__name__}` lets the server "
-                f"see only sums, but got {', '.join(setting.senders)}.",
+                f"Expected no method whose clients send messages, because with `{type(self.mask).__name__}` the "
+                f"server can read only sums, but got {', '.join(setting.senders)}.",
                 hint=f"Remove methods whose clients send messages, or remove `{type(self.mask).__name__}`.",
                 argument="callbacks",
                 value=list(setting.senders),

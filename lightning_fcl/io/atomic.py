@@ -48,7 +48,7 @@ def atomic_path(path: Path, size: int | None = None, sync: bool = True) -> Itera
     Args:
         path: Path of the file.
         size: Size of the file in bytes, for the message about a full disk.
-        sync: Whether the file must survive a power failure after the block. If False, call `sync_files` later.
+        sync: Whether to flush the file to the disk at the end of the block. If False, call `sync_files` later.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     with disk_error_context(path, size):
@@ -153,7 +153,7 @@ def append(path: Path, size: int, data: bytes) -> None:
 
 
 def sync_files(paths: Iterable[Path]) -> None:
-    """Flush files that were written with ``sync=False`` to the disk, so that they survive a power failure.
+    """Flush files that were written with ``sync=False`` to the disk. A later power failure does not damage them.
 
     Removed files are skipped. Each folder is synchronized once.
     """
@@ -239,7 +239,7 @@ class TemporaryFolder:
 
 @contextmanager
 def private_temporary_folder() -> Iterator[None]:
-    """Temporarily use a new folder as the temporary directory of this process, its child processes and other libraries.
+    """Temporarily use a new folder as the temporary directory, also in other libraries and in child processes.
 
     The folder is removed after the block. If the process is killed, a later process removes the folder.
     """

@@ -1,4 +1,4 @@
-"""Checks of files before they are read, and one kind of error for damaged files."""
+"""Functions that check files before reading them, and that report damaged files as one kind of error."""
 
 import json
 import os

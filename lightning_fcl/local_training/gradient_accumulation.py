@@ -102,6 +102,8 @@ class GradientAccumulation:
     def end_round(self, optimizers: Sequence[Optimizer], whole: bool = True, ranks: Ranks = SINGLE_RANK) -> None:
         """Restore the optimizers after a round. If the round is complete, round schedules keep their state.
 
+        If clients have stepped schedulers manually before their last batch, all schedulers are restored too.
+
         Args:
             optimizers: The module's optimizers.
             whole: Whether the round is complete.

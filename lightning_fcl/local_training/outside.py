@@ -96,7 +96,7 @@ class _Cells(MutableMapping[str, Any]):
 
 
 class Outside:
-    """State outside a module that training can read. It is found through user code and the attributes of the holders.
+    """State outside a module that training can read: state that user code uses, and the attributes of the holders.
 
     Args:
         module: The module.
@@ -104,7 +104,7 @@ class Outside:
         ignored: Ids of objects that are not inspected, such as the Trainer.
 
     Attributes:
-        names: The holders. The key is the prefix that the names of the holder's attributes start with.
+        names: Dict from a prefix to a holder. The names of the holder's attributes start with the prefix.
         shared: Prefixes of the names of class attributes, function attributes and variables.
         functions: User functions that training can call, by the `id` of the function.
     """

@@ -92,14 +92,14 @@ class Search:
         self.look((name, value) for name, value in self._names(prefix, values, ignored) if follow(value))
 
     def changes(self, names: Collection[str] | None = None) -> Iterator[Change]:
-        """Yield the changes since the search. With ``names``, yield only changes of or below these names."""
+        """Yield the changes since the search. With ``names``, yield only changes for which `is_below` is True."""
         for snapshot_value in self.parts:
             for change in snapshot_value.changes():
                 if names is None or is_below(change.name, names):
                     yield change
 
     def restore(self, names: Collection[str] | None = None) -> None:
-        """Undo the changes since the search. With ``names``, undo only changes of or below these names."""
+        """Undo the changes since the search. With ``names``, undo only changes for which `is_below` is True."""
         for change in [*self.changes(names)]:
             change.undo()
 

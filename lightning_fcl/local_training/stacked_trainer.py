@@ -101,7 +101,7 @@ class StackedTrainer(ABC):
         self._begin_methods(clients)
 
     def _parameters(self, clients: int) -> tuple[dict[str, nn.Parameter], Optimizer]:
-        """Return stacked parameters with the downloaded values, and an optimizer of these parameters.
+        """Return stacked parameters with the values from which the clients start, and an optimizer of these parameters.
 
         Both are reused from an earlier call if the number of clients, the names and the shapes are equal.
         """
