@@ -97,6 +97,8 @@ def globals_in(code: CodeType) -> Set[str]:
 def reached(functions: Iterable[FunctionType], class_functions: dict[str, FunctionType]) -> list[FunctionType]:
     """Return the user functions that some functions can call, including the functions themselves.
 
+    At most `_MOST` functions are returned.
+
     Args:
         functions: The functions.
         class_functions: Functions of the class to which the functions belong, by name.

@@ -36,7 +36,10 @@ The first trace of a process takes about 1 s more.
 _KNOWN = ("torch.nn.modules.", "torchmetrics.", "lightning_fcl.")
 
 Step = Callable[[list[Tensor], list[Tensor], list[Tensor]], list[Any]]
-"""A function ``step(params, rest, batch)`` that returns a list of tensors. A missing gradient is None."""
+"""A function ``step(params, rest, batch)``. ``rest`` contains the tensors of the state that are not trained.
+
+The function returns a list of tensors. A missing gradient is None.
+"""
 
 
 class TracedStep:

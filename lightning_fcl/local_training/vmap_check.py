@@ -112,7 +112,7 @@ def _function(hook: object) -> object:
 
 
 def _watching(module: L.LightningModule, stream: FederatedStream) -> Obstacle | None:
-    """Return an obstacle for the first user hook that expects a single client, or None."""
+    """Return an obstacle for a finetuning callback or a user hook that expects a single client, otherwise None."""
     callbacks = get_callbacks(module.trainer)
     for callback in callbacks:
         if isinstance(callback, BaseFinetuning):
@@ -188,7 +188,7 @@ class _Trial:
         return None
 
     def _row_obstacle(self) -> Obstacle | None:
-        """Return an obstacle if a function of the module mixes the samples of a batch, otherwise None."""
+        """Return an obstacle if a function of the module mixes samples or changes the module, otherwise None."""
         module, key = self._module, torch.zeros((), dtype=torch.long, device=self._x.device)
         assert isinstance(module, Vectorizable)
 
@@ -216,7 +216,10 @@ class _Trial:
         return bool(self._loose.changes() or counts != self._counts or changed_tensors(self._module, self._state))
 
     def _losses_and_gradients(self, x: list[Tensor], y: list[Tensor], real: int | None = None) -> list[Tensor]:
-        """Return the first client's loss and flat gradient. ``real``: number of samples that are not padding."""
+        """Return the first client's loss, shape (1,), and its flat gradient. Non-finite numbers are replaced.
+
+        ``real`` is the number of the first client's samples that are not padding. None: no padding.
+        """
         module, clients, rows = self._module, len(x), len(y[0])
         state = {name: value.detach().clone() for name, value in state_tensors(module).items()}
         weight = torch.full((clients, rows), 1 / rows, device=module.device)

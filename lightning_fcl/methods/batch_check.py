@@ -41,7 +41,7 @@ def check_batch(method: MethodBase, batch: Batch, stored: bool = True) -> None:
 
 
 def check_samples(method: MethodBase, trainer: L.Trainer) -> None:
-    """Raise TypeError if a method stores samples but the samples of the stream cannot be stored.
+    """Raise TypeError if a method that stores samples cannot use or store the samples of the stream.
 
     The check reads at most two samples. Afterwards, the random number generators and the state of the dataset are
     restored.
