@@ -28,8 +28,8 @@ class Client:
     Args:
         method_state: The client's state for the method, from `Method.prepare_client_state` or
             `Method.update_client_state`. In-place changes of its tensors are kept.
-        received_state: The state that the client received at the start of the round. It includes the tensors that the
-            server keeps for methods.
+        received_state: The state from which the client starts the round: the server's state, with the client's
+            client-local entries. It includes the tensors that the server keeps for methods.
         client_round: The client's `ClientRound`: its id, experience and labels. None in a vectorized step of several
             clients.
         module: The module that the Trainer trains. In sequential training, it has the client's state.
@@ -193,7 +193,7 @@ class Step:
     Args:
         params: The trainable parameters by name, as part of the autograd graph. The module that trains is called the
             student.
-        received_state: The state that the client received at the start of the round.
+        received_state: The state from which the client starts the round, see `Client`.
         x: Inputs of the batch, shape (batch, ...).
         output: The student's output for ``x``. For a classifier, class logits of shape (batch, classes).
         teacher_forward: ``teacher_forward(state, x)`` returns the output of a teacher. The teacher is the module with
