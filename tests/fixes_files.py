@@ -261,7 +261,7 @@ ROWS |= {
         command,
         {"words": "test", "prepare": with_run},
         {"words": "test run"},
-        "Pass the folder of a run",
+        "Pass only the folder of a run",
         MissingValueError,
     ),
     "cp over a file": Row(

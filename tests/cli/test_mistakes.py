@@ -128,7 +128,7 @@ OTHERS = [
     ("ls method", "Did you mean methods?"),
     ("ls methods FedVit2", "Did you mean FedViT?"),
     ("cp quickstart no/such/folder.yaml", "Expected to write no/such/folder.yaml, but got: "),
-    ("test", "Expected a checkpoint to test, but got none. Pass the folder of a run"),
+    ("test", "Expected a checkpoint to test, but got none. Pass only the folder of a run"),
     ("test nothing", "Expected the folder of a run at nothing but found no such folder. Pass the folder"),
     ("export nothing", "Expected the folder of a run at nothing but found no such folder. Pass the folder"),
     ("fti quickstart", "got fti. Did you mean fit?"),
