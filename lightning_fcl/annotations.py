@@ -1,7 +1,7 @@
-"""Comparison of arguments with their annotations.
+"""Checks of values against the type annotations of arguments, and error messages for values that do not match.
 
-Values are compared with annotations of numbers, choices, lists, mappings and objects. If an annotation expects an
-object, a common mistake is to pass the class.
+The checks support annotations of numbers, choices, lists, mappings and objects. They also detect a class that is passed
+in place of an object.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ class _Names(dict[str, Any]):
 
 
 def resolve_annotations(annotations: Mapping[str, Any], module: str) -> dict[str, Any]:
-    """Return the types of annotations of a module, which can be strings. An unresolvable annotation becomes `Any`."""
+    """Return the type of each annotation, by name. Strings are evaluated with the names of ``module``.
+
+    If a string cannot be evaluated, its type is `Any`.
+    """
     names = _Names(vars(sys.modules[module])) if module in sys.modules else _Names()
     return {name: _resolve(hint, names) if isinstance(hint, str) else hint for name, hint in annotations.items()}
 
@@ -48,14 +51,14 @@ def resolve_annotations(annotations: Mapping[str, Any], module: str) -> dict[str
 def _resolve(hint: str, names: _Names) -> Any:
     try:
         return eval(hint, {}, names)
-    # A name in the annotation can be an attribute of a module that only type checkers import.
+    # For example, `module.Name` fails if only type checkers import `module`.
     except Exception:
         return Any
 
 
 @lru_cache(maxsize=1024)
 def field_types(kind: type) -> dict[str, Any]:
-    """Return the types of a dataclass's fields.
+    """Return the type of each field of a dataclass, by the field's name.
 
     For fields that another package declares, only the types of numbers, booleans, choices and lists of these are
     returned. The other types are `Any`.
@@ -82,7 +85,10 @@ def argument_types(make: Callable[..., object]) -> dict[str, tuple[Any, object]]
 
 
 def all_argument_types(make: Callable[..., object]) -> dict[str, Any]:
-    """Return the types of the arguments of a class or function. For a class, include arguments of its base classes."""
+    """Return the type of each argument of a class or function, by the argument's name.
+
+    For a class, the arguments of its base classes are included.
+    """
     types: dict[str, Any] = {}
     for base in reversed(make.__mro__) if isinstance(make, type) else (make,):
         with suppress(TypeError, ValueError):  # A built-in class may have no signature.
@@ -149,7 +155,10 @@ def _accepts_object(value: Any, kind: type, type_arguments: Sequence[Any]) -> bo
 
 
 def _makes_callables(kind: type, type_arguments: Sequence[Any]) -> bool:
-    """Return whether instances of a class are callable, and are not objects that the annotated function returns."""
+    """Return whether the instances of a class are callable, and the class itself does not return the expected object.
+
+    The expected object is the return value in the annotation, such as ``Net`` in ``Callable[[], Net]``.
+    """
     result = type_arguments[-1] if type_arguments else Any
     is_expected = isinstance(result, type) and issubclass(kind, result)
     return not is_expected and any("__call__" in vars(base) for base in kind.__mro__)
@@ -163,7 +172,7 @@ def is_number(value: Any) -> bool:
 
 
 def is_nan(value: Any) -> bool:
-    """Return whether a value is NaN, or a list that contains NaN."""
+    """Return whether a value is NaN, or a list or a one-dimensional array that contains NaN."""
     if isinstance(value, list | tuple) or getattr(value, "ndim", 0) == 1:
         return any(map(is_nan, value))
     return is_number(value) and not isinstance(value, Integral) and math.isnan(float(value))

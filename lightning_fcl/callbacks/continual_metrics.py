@@ -1,4 +1,4 @@
-"""Accuracy and forgetting of the server's model and the clients' models, measured in each round."""
+"""Tests of the server's model and the clients' models during a fit, recorded for metrics such as forgetting."""
 
 from __future__ import annotations
 
@@ -107,11 +107,11 @@ class ContinualMetrics(Callback):
             self.clients = [str(client) for client in self.clients]
         self.record: dict[str, Any] = {}
         self._current: dict[str, Counts | Values] = {}
-        # Results of the clients' models after local training in the current round.
+        # With `when="both"`: results of the clients that ended an experience in the current round, before aggregation.
         self._own: dict[str, Counts | Values] = {}
         # For each later round, the clients that are expected to train in that round.
         self._drawn: dict[int, set[str]] = {}
-        # Each sequence contains the experience in each round. Clients that share a sequence share one entry.
+        # The experience of a client in each round. Clients that share one sequence object have one entry.
         self._ways: list[tuple[int, ...]] = []
         self._test: Evaluator | StepEvaluator | None = None
         self._started = 0.0
@@ -126,7 +126,7 @@ class ContinualMetrics(Callback):
         samples = plan.test if self.split == "test" else plan.validation
         if not len(samples):
             raise MissingValueError(
-                f"Expected the stream's `{self.split}` to be above 0, but got no {self.split} samples to evaluate on.",
+                f"Expected the stream to have {self.split} samples for `ContinualMetrics`, but it has none.",
                 hint=f"Set `split=Split({self.split}={0.2 if self.split == 'test' else 0.1})` of the stream.",
                 argument="split",
                 value=self.split,
@@ -250,9 +250,10 @@ class ContinualMetrics(Callback):
             self.on_round_end(trainer, pl_module)
 
     def _experiences(self, plan: Plan, round_idx: int) -> dict[str, int]:
-        """Return the experience of each client and of the server in a round.
+        """Return the experience of each client and of the server in a round, by name.
 
-        If no experience has changed, return the dict of the previous round, to save memory.
+        The server has the largest experience of all clients. If the experiences are those of the previous round, return
+        the dict of the previous round, to save memory.
         """
         if self.record["rounds"] and all(numbers[round_idx] == numbers[round_idx - 1] for numbers in self._ways):
             previous_experiences: dict[str, int] = self.record["rounds"][-1]["experience"]
@@ -271,7 +272,8 @@ class ContinualMetrics(Callback):
     def _aggregated(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, Counts | Values]:
         """Return the results of the server, and of the tested clients whose experience ends with this round.
 
-        Return {} if no experience of a tested client ends. Without tested clients, all clients count.
+        Return {} if no experience of a tested client ends. With ``clients="none"``, return {} if no experience of any
+        client ends.
         """
         federation, round_idx = find_federation(trainer), trainer.current_epoch
         stream = require_stream(trainer)

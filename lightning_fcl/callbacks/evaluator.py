@@ -128,10 +128,12 @@ class Evaluator:
         requests = (BatchRequest(self.rows[place], seed, (*key, int(place[0]))) for place in places)
         for positions, batch in zip(places, self.stream.read_batches(requests, self.split_name), strict=True):
             if not (isinstance(batch, list) and len(batch) > 1 and isinstance(batch[1], Tensor)):
-                length = f" of {len(batch)}" if isinstance(batch, list) else ""
+                found = f"a {type(batch).__name__}"
+                if isinstance(batch, list):
+                    found += f" of {len(batch)}" + (f" with a {type(batch[1]).__name__} as item 1" if batch[1:] else "")
                 raise InvalidTypeError(
-                    "Expected pairs of samples and a tensor of targets for `ContinualMetrics`, but got a "
-                    f"{type(batch).__name__}{length}.",
+                    "Expected each batch to be a list of inputs and a tensor of targets for `ContinualMetrics`, "
+                    f"but got {found}.",
                     hint="Return pairs from the dataset, or use a module whose `forward` does not return logits, and "
                     "log metrics in its `test_step`.",
                 )

@@ -34,7 +34,7 @@ class FederatedProgressBar(ProgressBar):
         self._bar: Progress | None = None
         self._task: TaskID
         self._enabled = True
-        # Number of client trainings before each round, in all earlier rounds together.
+        # For each round, the number of client trainings in all earlier rounds. The last entry is the total of the fit.
         self._done: list[int] = []
         self._lost = 0
 

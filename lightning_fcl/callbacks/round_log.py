@@ -1,4 +1,4 @@
-"""Collection of values that a module logs, and their reduction over an epoch or over the processes of a round."""
+"""Replacements for a module's `log` that collect values, and reduce them over an epoch or over several processes."""
 
 from __future__ import annotations
 
@@ -141,6 +141,11 @@ def _one_number(name: str, value: Any) -> Tensor:
 
 
 def _reduced(numbers: Sequence[tuple[Tensor, int]], reduction: str) -> Tensor:
-    """Return the reduction of values, computed as Lightning does. Each value has the size of its batch."""
+    """Return the reduction of logged numbers, computed as Lightning does.
+
+    Args:
+        numbers: Pairs of a logged number and the size of its batch.
+        reduction: Name of the reduction.
+    """
     values, sizes = zip(*numbers, strict=True)
     return METRIC_REDUCTIONS[reduction](torch.stack([value.cpu().double() for value in values]), torch.tensor(sizes))

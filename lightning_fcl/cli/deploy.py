@@ -17,7 +17,7 @@ class Deploy(Command):
     lightning-fcl deploy split quickstart --out shares    writes the data of each client to a file
     lightning-fcl deploy executor --runtime-api-address 127.0.0.1:9094 --insecure
                                                           runs the apps of a SuperNode that was started with
-                                                          --isolation process. It takes the arguments of
+                                                          --isolation process. Takes the arguments of
                                                           flower-superexec.
     lightning-fcl deploy clock --superlink 127.0.0.1:18000 --insecure
                                                           compares the clock of this machine with the SuperLink's clock

@@ -93,8 +93,9 @@ class DeviceReport(Command):
 def _get_data_sizes(parts: LoadedRecipe, required: bool) -> tuple[tuple[int, ...], int, int]:
     """Return the sample shape, the mean number of samples per client and round, and the number of clients per round.
 
-    The number of clients per round is the participation as a number, but at most the largest number of clients in a
-    round. If the dataset is missing and not required, the result contains defaults and an empty shape.
+    The number of clients per round is the strategy's ``participation``, converted to a number of clients. It is at most
+    the largest number of clients with data in a round. If the dataset is missing and not required, return an empty
+    shape and the default numbers.
 
     Raises:
         MissingFileError: If the dataset is missing, and ``required`` is True.

@@ -152,7 +152,7 @@ class Failure:
         write_atomic(job.out / _FAILURE, yaml.safe_dump(asdict(self), sort_keys=False, allow_unicode=True, width=500))
 
     def is_like(self, other: Failure) -> bool:
-        """Return whether two failures have the same exception class and code. False if both are empty."""
+        """Return whether two failures have the same exception class and the same code. False if both values are empty."""
         kind = (self.error, self.code)
         return any(kind) and kind == (other.error, other.code)
 
@@ -193,9 +193,9 @@ def run_jobs(jobs: Sequence[Job], workers: int | None) -> None:
 
 @contextmanager
 def print_resume_hint_on_stop(how_to_go_on: Callable[[], str]) -> Iterator[None]:
-    """Temporarily print the text that ``how_to_go_on`` returns if a signal stops the command.
+    """Temporarily set the text that is printed if a signal stops the command.
 
-    The text contains the number of finished runs, and how to resume the remaining runs.
+    The function ``how_to_go_on`` returns the text: the number of finished runs, and how to resume the remaining runs.
     """
     stop.how_to_go_on = how_to_go_on
     try:

@@ -217,7 +217,7 @@ def _open_standard_streams() -> None:
 
 
 def _set_matplotlib_folder() -> None:
-    """Set the configuration folder of Matplotlib to the cache, unless the user has configured Matplotlib."""
+    """Set the configuration folder of Matplotlib to a cache folder, unless the user has configured Matplotlib."""
     if "MPLCONFIGDIR" in os.environ or Path("~/.config/matplotlib").expanduser().exists():
         return
     folder = cache_folder() / "matplotlib"

@@ -17,7 +17,7 @@ class Report(Command):
     def arguments(self, parser: ArgumentParser) -> None:
         parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="read a run folder, or a folder of runs")
         parser.add_argument(
-            "--out", type=Path, metavar="FILE", help="write to FILE (default: report.html in RUN; for several: in runs)"
+            "--out", type=Path, metavar="FILE", help="write to FILE (default: RUN/report.html, or runs/report.html)"
         )
 
     def run(self, options: Namespace) -> None:

@@ -349,6 +349,6 @@ def _trials(study: optuna.Study, *states: TrialState) -> list[FrozenTrial]:
 
 
 def _short(paths: Sequence[str]) -> dict[str, str]:
-    """Return the last part of each path, or the whole path if two paths have the same last part."""
+    """Return a short name for each path, by path: its last part, or the whole path if two last parts are equal."""
     last = [path.rpartition(".")[2] for path in paths]
     return {path: word if last.count(word) == 1 else path for word, path in zip(last, paths, strict=True)}

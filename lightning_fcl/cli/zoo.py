@@ -37,7 +37,7 @@ class Zoo(Command):
         verify.set_defaults(do=_verify)
         predict = kinds.add_parser("predict", help="predict the classes of samples in a CSV file")
         predict.add_argument("name", metavar="NAME")
-        predict.add_argument("file", type=Path, metavar="FILE.csv", help="read samples in order; columns are channels")
+        predict.add_argument("file", type=Path, metavar="FILE.csv", help="read one time step or one sample per line")
         predict.add_argument("--rate", type=float, help="give the sampling rate of the file in Hz, to check it")
         predict.add_argument("--json", action="store_true", help="print all probabilities, one line per sample")
         predict.set_defaults(do=_predict)
@@ -65,7 +65,7 @@ def _ls(options: Namespace) -> None:
 
     for published in list_published(options.pattern).values():
         entry, weights = published.entry, published.registry_folder / published.folder / WEIGHTS
-        accuracy = f"{entry.metrics['test_accuracy']:.3f}" if "test_accuracy" in entry.metrics else "     "
+        accuracy = f"accuracy {entry.metrics['test_accuracy']:.3f}" if "test_accuracy" in entry.metrics else " " * 14
         size = f"{weights.stat().st_size / 1e6:7.2f} MB" if weights.is_file() else "    remote"
         print(f"{entry.full_name:40} {accuracy} {size}  {entry.description}")
 
@@ -112,7 +112,8 @@ def _verify(options: Namespace) -> None:
         card = "none" if verdict.published_accuracy is None else f"{verdict.published_accuracy:.4f}"
         word = "matches its card" if verdict.is_reproduced else "DOES NOT MATCH ITS CARD"
         print(
-            f"{verdict.name}: {word}; accuracy {accuracy_text} (card: {card}), outputs within {verdict.difference:.1e}"
+            f"{verdict.name}: {word}; accuracy {accuracy_text} (card: {card}), largest difference of outputs "
+            f"{verdict.difference:.1e}"
         )
         wrong += not verdict.is_reproduced
     if wrong:

@@ -1,4 +1,4 @@
-"""Statements about averaging: methods that equal FedAvg in a limit, and readouts that equal a pooled solution."""
+"""Statements about averaging: settings in which a method equals FedAvg, and readouts that equal central training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Statements about methods, the small double-precision federation to check them, and comparisons of results."""
+"""Registration of statements about methods, a small double-precision federation to check them, and comparisons."""
 
 from __future__ import annotations
 
@@ -176,12 +176,14 @@ def assert_close(
         raise AssertionError(f"{description}: the names of the tensors differ: {sorted(set(actual) ^ set(expected))}")
     for name, value in actual.items():
         other = expected[name]
-        max_difference = (
-            float((value.double() - other.double()).abs().max()) if value.shape == other.shape else float("inf")
-        )
+        if value.shape != other.shape:
+            raise AssertionError(
+                f"{description}: `{name}` has the shape {tuple(value.shape)} instead of {tuple(other.shape)}"
+            )
+        max_difference = float((value.double() - other.double()).abs().max())
         if not max_difference <= tolerance:
             raise AssertionError(
-                f"{description}: `{name}` differs by {max_difference:.1e}, but at most {tolerance:.0e} is allowed"
+                f"{description}: `{name}` differs by {max_difference:.1e}, but at most {tolerance:g} is allowed"
             )
 
 

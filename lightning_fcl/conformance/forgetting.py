@@ -53,7 +53,7 @@ def _holds_more(claim: str, **arguments: Any) -> None:
             if not method_distance < 0.95 * finetuning_distance:
                 raise AssertionError(
                     f"seed {seed}: the method changes the parameters by {method_distance:.3f}, but must stay below "
-                    f"95 % of the change by fine-tuning, {finetuning_distance:.3f}"
+                    f"95 % of {finetuning_distance:.3f}, the change by fine-tuning"
                 )
 
 
@@ -77,8 +77,8 @@ def _(kind: type[Method]) -> None:
             distances.append(float((answers - first_answers).detach().abs().sum(dim=1).mean()))
         if not distances[0] < 0.95 * distances[1]:
             raise AssertionError(
-                f"seed {seed}: the probabilities change by {distances[0]:.3f}, but must stay below 95 % of the change "
-                f"with fine-tuning, {distances[1]:.3f}"
+                f"seed {seed}: the probabilities change by {distances[0]:.3f}, but must stay below 95 % of "
+                f"{distances[1]:.3f}, the change with fine-tuning"
             )
 
 
@@ -107,7 +107,10 @@ def _never_against_the_past(claim: str, **arguments: Any) -> None:
         if not cosines:
             raise AssertionError("no step of the second task called `project_gradient`")
         if min(cosines) < -1e-6:
-            raise AssertionError(f"a step has the cosine {min(cosines):.4f} with the gradient on the past task")
+            raise AssertionError(
+                f"the smallest cosine of a step with the gradient on the past task is {min(cosines):.4f} instead of at "
+                "least 0"
+            )
 
 
 _never_against_the_past("GEM", margin=0.0)
@@ -144,8 +147,8 @@ def _(kind: type[Method]) -> None:
     expected_penalty = float(F.binary_cross_entropy_with_logits(z, F.one_hot(y, CLASSES).double()))
     if (weight := method.task_weight(client)) != 0 or abs(actual_penalty - expected_penalty) > 1e-6:
         raise AssertionError(
-            f"the penalty is {actual_penalty:.6f} instead of {expected_penalty:.6f}, and the task loss has the weight "
-            f"{weight} instead of 0"
+            f"expected the penalty {expected_penalty:.6f} and the weight 0 of the task loss, but got the penalty "
+            f"{actual_penalty:.6f} and the weight {weight}"
         )
 
 

@@ -1,4 +1,7 @@
-"""Pytest plugin: ``@pytest.mark.conformance(kind=MyMethod)`` runs a test once for each ``statement``."""
+"""Pytest plugin: ``@pytest.mark.conformance(kind=MyMethod)`` runs a test once for each statement about ``MyMethod``.
+
+The argument ``statement`` of the test is the statement.
+"""
 
 from __future__ import annotations
 

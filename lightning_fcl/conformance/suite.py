@@ -1,4 +1,4 @@
-"""Selection of the statements about a class, and their check."""
+"""Functions that select the statements about a class, and check them."""
 
 from __future__ import annotations
 

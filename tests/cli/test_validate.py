@@ -208,7 +208,7 @@ REFUSED = [
         "Expected each value of a batch to be a tensor with one row per sample for `GEM`, which works on single",
     ),
     (callback("own_parts.Starts"), "Expected a callback's own refusal when training starts"),
-    ("recipe: {eval_split: validation}", "Expected the stream's `validation` to be above 0, but got no validation"),
+    ("recipe: {eval_split: validation}", "Expected the stream to have validation samples for `ContinualMetrics`"),
     ("ckpt_path: nothing.ckpt", "Expected a checkpoint at nothing.ckpt but there is none"),
     (model("own_parts.Plateau"), "Expected validation samples for `ReduceLROnPlateau`, which monitors `val/loss`"),
     (model("own_parts.Infinite"), "server state, but got non-finite numbers in `model.1.weight`"),
