@@ -83,7 +83,7 @@ ROWS |= {
         arrays,
         {"x": np.ones((0, 6), np.float32), "y": np.arange(0)},
         {"x": np.ones((4, 6), np.float32), "y": np.arange(4)},
-        "Check that the files are not empty.",
+        "Pass at least one sample.",
     ),
     "arrays with a client for some samples": Row(
         arrays, {"client_ids": np.arange(3)}, {"client_ids": np.arange(4)}, "Pass one entry for each sample."

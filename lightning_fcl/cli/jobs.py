@@ -152,7 +152,7 @@ class Failure:
         write_atomic(job.out / _FAILURE, yaml.safe_dump(asdict(self), sort_keys=False, allow_unicode=True, width=500))
 
     def is_like(self, other: Failure) -> bool:
-        """Return whether two failures have the same exception class and the same code. False if both values are empty."""
+        """Return whether two failures have the same exception class and code. False if no class and code are known."""
         kind = (self.error, self.code)
         return any(kind) and kind == (other.error, other.code)
 

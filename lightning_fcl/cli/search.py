@@ -159,7 +159,7 @@ class Search:
         with as_file_error(file, expected, "Pass another file with `--trials-from`."):
             trials = pd.read_csv(open_file(file), dtype=str, keep_default_na=False)
             if missing := [name for name in (self.objective, *self.space) if name not in trials]:
-                raise ValueError(f"it has no column {missing[0]}")
+                raise ValueError(f"a table without the column {missing[0]}")
             values = pd.to_numeric(trials[self.objective]).dropna()
             order = values.sort_values(ascending=self.direction == "minimize", kind="stable").index
             points = tuple(
@@ -243,12 +243,12 @@ def _value(text: str, distribution: BaseDistribution) -> Any:
     if isinstance(distribution, CategoricalDistribution):
         choices_by_text = {str(choice): choice for choice in distribution.choices}
         if text not in choices_by_text:
-            raise ValueError(f"{text} is not one of {', '.join(choices_by_text)}")
+            raise ValueError(f"{text}, which is not one of {', '.join(choices_by_text)}")
         return choices_by_text[text]
     assert isinstance(distribution, IntDistribution | FloatDistribution)
     value = int(text) if isinstance(distribution, IntDistribution) else float(text)
     if not distribution.low <= value <= distribution.high:
-        raise ValueError(f"{text} is not between {distribution.low} and {distribution.high}")
+        raise ValueError(f"{text}, which is not between {distribution.low} and {distribution.high}")
     return value
 
 

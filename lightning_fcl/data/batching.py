@@ -1,4 +1,4 @@
-"""Plans of the samples in each batch for many clients, and functions that read the samples."""
+"""Functions that divide the samples of many clients into batches, and functions that read the batches."""
 
 from __future__ import annotations
 
@@ -196,10 +196,10 @@ def order_keys(seed: int, clients: Sequence[str], round_idx: int) -> Keys:
 
 
 def keyed_permutations(keys: Keys, sizes: IntArray, stream: int) -> IntArray:
-    """Return a random order of the numbers from 0 to size - 1 for each client, shape (keys, largest size).
+    """Return a random order of the numbers from 0 to size - 1 for each key, shape (keys, largest size).
 
-    If a client's size is below the largest size, the row continues with the numbers from the size on. For the same key,
-    each ``stream`` draws an independent order.
+    If a size is below the largest size, the order is followed by the remaining numbers, from the size on. For the same
+    key, each ``stream`` draws an independent order.
     """
     width = int(sizes.max(initial=0))
     draws = random_uint64(keys, width, start=stream << 32)
@@ -216,7 +216,7 @@ def shuffled_window(key: Keys, num_replay_samples: int, size: int, start: int) -
         key: Key of the random orders.
         num_replay_samples: Number of replay samples.
         size: Number of replay samples in the batch, at most ``num_replay_samples``.
-        start: Position in the sequence of the first replay sample of the batch.
+        start: Position of the batch's first replay sample in the sequence.
     """
     number, position = divmod(start, num_replay_samples)
     sizes = np.array([num_replay_samples])

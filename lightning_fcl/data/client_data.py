@@ -1,4 +1,4 @@
-"""Checks of the clients' datasets before they are concatenated: sizes, shapes of samples, and targets of users."""
+"""Checks of the clients' datasets before they are concatenated: sizes, shapes of samples, and the users' targets."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def check_shapes(clients: Mapping[Any, SplitDatasets], collate_fn: Collate) -> N
 
 
 def targets_of_clients(y: Any, clients: Mapping[Any, SplitDatasets]) -> dict[Any, dict[str, NDArray[Any]]]:
-    """Return the targets of each client and split. Raise ValueError if ``y`` and the data have different clients."""
+    """Return the targets by client, then by split. Raise ValueError if ``y`` and the data have different clients."""
     client_targets = y if isinstance(y, Mapping) else dict(enumerate(y)) if isinstance(y, list | tuple) else None
     if client_targets is None or client_targets.keys() != clients.keys():
         description = (
@@ -77,7 +77,7 @@ def targets_of_clients(y: Any, clients: Mapping[Any, SplitDatasets]) -> dict[Any
 
 
 def targets_in(y: Any, parts: SplitDatasets, owner_name: str) -> dict[str, NDArray[Any]]:
-    """Return the targets of each split as arrays.
+    """Return an array of targets for each split, by split.
 
     Args:
         y: A dict of targets by split. If there is only a training split, ``y`` can be its targets.

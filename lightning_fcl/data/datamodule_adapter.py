@@ -171,7 +171,7 @@ def extract_splits(module: L.LightningDataModule, seed: int, required_split: str
 
 
 def common_loader_config(clients: Mapping[Any, SplitDatasets], left_open: Collection[str]) -> dict[str, LoaderConfig]:
-    """Return the loader settings of each split, which all clients share. Without data modules, return an empty dict.
+    """Return the loader settings that all clients share, by split. Without data modules, return an empty dict.
 
     Args:
         clients: The splits of each client.
@@ -259,7 +259,7 @@ def _taken_apart(loader: Any, loader_name: str) -> tuple[Dataset[Any], LoaderCon
 
 
 class SampledRows(Subset[Any]):
-    """The items of a loader's dataset that the loader's sampler returns."""
+    """The items of a loader's dataset that the loader's sampler selects."""
 
 
 class WorkerInit:
@@ -289,7 +289,7 @@ class WorkerInit:
 def with_worker_init(
     loaders: Mapping[str, LoaderConfig], pieces: Iterable[tuple[str, object, LoaderConfig | None]]
 ) -> dict[str, LoaderConfig]:
-    """Return the loader settings of each split, with one ``worker_init_fn`` that calls the functions of all clients.
+    """Return the loader settings by split, with one ``worker_init_fn`` that calls the functions of all clients.
 
     Args:
         loaders: Loader settings of each split.

@@ -1,4 +1,4 @@
-"""Features of a frozen backbone that replace images. A file in the user's cache contains the features."""
+"""Replacement of images by the features of a frozen backbone. A file in the user's cache stores the features."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lightning_fcl.io.reading import regular_file
 from lightning_fcl.models.backbone import frozen_backbone
 
 BATCH_SIZE = 16
-"""Number of images per batch. Outputs of layers then fit into a CPU's cache. Batches of 64 take twice the time."""
+"""Number of images per batch. Outputs of layers then fit into a CPU's cache. With 64, all images take twice the time."""
 
 # Size in bytes of the SHA-256 checksum after the features.
 _DIGEST = 32
@@ -104,7 +104,7 @@ def iter_images(samples: Samples, num_workers: int = 0) -> Iterator[Tensor]:
     for batch in reading if samples.is_random else map(samples.get_stored, parts):
         if not (samples.classes and isinstance(batch, list) and len(batch) == 2 and isinstance(batch[0], Tensor)):
             raise InvalidValueError(
-                "Expected pairs of an image and its label for `backbone`, but got other items.",
+                "Expected pairs of an image and a class label for `backbone`, but got other items or targets.",
                 hint="Return pairs of a tensor and a label from the dataset.",
                 argument="backbone",
             )

@@ -14,7 +14,7 @@ from lightning_fcl.data.reachable import reachable
 from lightning_fcl.rng import derive_seed
 from lightning_fcl.snapshot_values import ValueKind, find_kind
 
-# The global generators. The code that reads samples seeds and restores these generators separately.
+# The global generators. `BatchRequest.load` seeds and restores them.
 _GLOBAL: tuple[object, ...] = (np.random.get_state.__self__, random.random.__self__, torch.default_generator)  # type: ignore[attr-defined]
 
 

@@ -234,8 +234,8 @@ def read_targets(dataset: Dataset[Any]) -> Any:
     """Return the targets of a dataset's items.
 
     If items have no targets, return the dataset's attribute ``targets``, or an empty list if the attribute does not
-    have one target per item. If both exist, the targets of some items are compared with the attribute. The attribute
-    is returned if these targets are equal. Otherwise the targets of all items are read.
+    have one target per item. If the items and the attribute have targets, the targets of some items are compared with
+    the attribute. If they are equal, the attribute is returned. Otherwise the targets of all items are read.
     """
     if isinstance(dataset, ConcatDataset):
         parts = [np.asarray(read_targets(part)) for part in dataset.datasets]

@@ -20,7 +20,8 @@ from lightning_fcl.errors import InvalidValueError
 
 log = logging.getLogger(__name__)
 
-# Second column of a key whose first column is an address or a hash: of the row of an array, or of an item.
+# Second columns of keys whose first column is an address or a hash: of a row of an array (`_ROW`), or of an item of a
+# list (`_ITEM`).
 _ROW, _ITEM = -1, -2
 
 
@@ -115,7 +116,10 @@ def _wrapped(data: Any) -> Any:
 
 
 def _origins(data: Any) -> NDArray[np.int64]:
-    """Return a key for the origin of each item: a row of a `TensorDataset`, an object in a list, or an index."""
+    """Return a key for the origin of each item, shape (n, 2).
+
+    The origin is a row of a `TensorDataset` or an object in a list. Otherwise, it is the dataset and the item's index.
+    """
     if isinstance(data, TensorDataset):
         dense = [tensor for tensor in data.tensors if tensor.layout == torch.strided and tensor[:1].numel()]
         # An expanded tensor has stride 0 and repeats one row.

@@ -177,7 +177,7 @@ def _values(container: Any) -> Iterable[Any]:
 
 
 def _is_simple(container: Any) -> bool:
-    """Return whether a container has only constants, tensors and arrays. False above four levels of nesting."""
+    """Return whether a container has only constants, tensors and arrays. False if it has more than four levels."""
     containers = [container]
     for _ in range(4):
         kinds = set[type]()

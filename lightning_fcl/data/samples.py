@@ -242,7 +242,7 @@ class Joined(ConcatDataset[Any]):
     """
 
     def __getitems__(self, rows: Sequence[int]) -> Any:
-        """Return items in the order of ``rows``. If all are in one dataset, return the result of its `fetch`."""
+        """Return items in the order of ``rows``. If one dataset has all items, return the result of `fetch` for it."""
         positions: dict[int, list[int]] = {}
         numbers = []
         for row in rows:
@@ -280,7 +280,7 @@ class SampleRows(Dataset[tuple[Tensor, Tensor]]):
 
 
 class _SeededRows(Dataset[Any]):
-    """Some items of a dataset whose code uses random generators. The position of a batch defines its seed."""
+    """Some items of a dataset whose code uses random generators. The first item of a batch defines the batch's seed."""
 
     def __init__(self, samples: Samples, indices: IntArray, split_name: str, seed: int) -> None:
         self.samples = samples
@@ -310,7 +310,10 @@ def select_samples(samples: Samples, indices: IntArray) -> Dataset[Any]:
 def loader_of(
     samples: Samples, indices: IntArray, loading: LoaderConfig, split_name: str, seed: int
 ) -> DataLoader[Any]:
-    """Return a loader of the samples of a split. The batches do not depend on `num_workers`."""
+    """Return a loader of the samples of a split.
+
+    The draws from the dataset's own random generators do not depend on `num_workers`.
+    """
     if not any(map(samples.generators.of, samples.readers(indices, split_name).values())):
         return loading.make_loader(select_samples(samples, indices))
     return replace(loading, collate_fn=return_unchanged).make_loader(_SeededRows(samples, indices, split_name, seed))

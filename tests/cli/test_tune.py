@@ -256,10 +256,10 @@ def test_tune_trials_from_other_space_raises(search, tmp_path, pretend, capsys):
             main([*search(out="other", **changes), "--trials-from", str(file)])
         assert message in capsys.readouterr().err
 
-    refused(table, "it has no column data.shuffle", space={**space, "data.shuffle": [True, False]})
+    refused(table, "a table without the column data.shuffle", space={**space, "data.shuffle": [True, False]})
     refused(table, "is not between 2.0 and 3.0", space={**space, ALPHA: {"low": 2.0, "high": 3.0}})
     refused(table, "is not one of [64, 10]", space={**space, SIZES: [[64, 10]]})
-    refused(table, "it has no column forgetting/server", objective="forgetting/server")
+    refused(table, "a table without the column forgetting/server", objective="forgetting/server")
     refused(others, f"Expected the file {others} but it is missing")
     others.write_bytes(bytes(range(256)))
     refused(others, f"Expected {others} to be the trials.csv of a search for final_accuracy/server over the same space")

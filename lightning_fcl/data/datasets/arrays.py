@@ -68,7 +68,7 @@ class ArrayDataset:
         if not size:
             raise InvalidValueError(
                 f"Expected `x` to contain at least one sample, but got shape {self.x.shape}.",
-                hint="Check that the files are not empty.",
+                hint="Pass at least one sample. For a dataset in files, check that the files contain samples.",
                 argument="x",
             )
         kinds = {"x": "uint8" if pixels else "float32", "y": "int64", "official_test": "bool"}
@@ -189,7 +189,7 @@ class Measurement:
                 )
         if self.scaled_over == "data" and (self.mean is None or self.std is None or min(self.std) <= 0):
             raise InvalidValueError(
-                f'Expected `mean` and `std` above 0 with `scaled_over="data"`, but got {self.mean} and {self.std}.'
+                f'Expected `mean`, and `std` above 0, with `scaled_over="data"`, but got {self.mean} and {self.std}.'
             )
 
     @classmethod

@@ -21,12 +21,12 @@ _DIGITS = SOURCES["digits"] = replace(SOURCES["digits"], layouts=(_LAYOUT,))
 
 
 def load_digits(root: str | Path | None = None, permutations: int = 1) -> ArrayDataset:
-    """Load the digits, shape (1797, 1, 8, 8), from a file in scikit-learn. Pixels are scaled from 0..16 to 0..1.
+    """Load the digits from a file in scikit-learn. Pixels are scaled from 0..16 to 0..1.
 
-    With ``permutations`` above 1, the result is a domain-incremental dataset like permuted MNIST. Each digit occurs
-    once in each domain ``"00"``, ``"01"`` and so on. The first domain has the original order of pixels. Each of the
-    other domains has its own random order, which is the same in every call. Every fifth digit is in the official test
-    set of all domains.
+    By default, the samples have shape (1797, 1, 8, 8). With ``permutations`` above 1, the result is a
+    domain-incremental dataset like permuted MNIST. Each digit occurs once in each domain ``"00"``, ``"01"`` and so on.
+    The first domain has the original order of pixels. Each of the other domains has its own random order, which is the
+    same in every call. Every fifth digit is in the official test set of all domains.
 
     Args:
         root: Not used. The argument exists because all loaders have it.

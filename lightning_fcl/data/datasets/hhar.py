@@ -126,7 +126,7 @@ def load_hhar(
 
 
 def window_statistics(x: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return 32 features for each step of a stretch, without future steps (Bacciu et al. 2021, section IV.B).
+    """Return 32 features for each time step from step 199 on, without future steps (Bacciu et al. 2021, section IV.B).
 
     The features are the six signals, the magnitudes of accelerometer and gyroscope, and four statistics of each signal
     over a window: mean, standard deviation, minimum and maximum. Windows of 200 steps start every 100 steps. Each step
@@ -135,7 +135,7 @@ def window_statistics(x: NDArray[np.float32]) -> NDArray[np.float32]:
     dropped.
 
     Args:
-        x: Accelerometer xyz and gyroscope xyz, shape ``(t, 6)``.
+        x: Accelerometer xyz and gyroscope xyz of a stretch without gaps, shape ``(t, 6)``.
 
     Returns:
         Features, shape ``(t - 199, 32)``, or ``(0, 32)`` for shorter stretches.
@@ -171,7 +171,8 @@ def _read(path: Path, models: Sequence[str]) -> dict[_Owner, _Series]:
     with as_file_error(path, f"to contain whole rows of {', '.join(_COLUMNS)}", _HHAR.remedy), ExitStack() as stack:
         file = stack.enter_context(open_file(path))
         check_size(os.fstat(file.fileno()).st_size)
-        # The files are too large to be read at once. Pandas would read the label `null` as missing without `na_filter`.
+        # The files are too large to be read at once. Without `na_filter=False`, pandas would read the label `null` as
+        # a missing value.
         with pd.read_csv(file, usecols=list(_COLUMNS), dtype=_COLUMNS, na_filter=False, chunksize=1_000_000) as reader:
             for table in reader:
                 _gather(table, models, parts)
@@ -206,7 +207,10 @@ def _gather(table: "pd.DataFrame", models: Sequence[str], parts: dict[_Owner, li
 
 
 def _on_one_grid(acc: _Series, gyro: _Series) -> list[tuple[NDArray[np.float32], int]]:
-    """Return a pair (values, label) for each stretch in which the labels of both sensors agree, on a common grid."""
+    """Return a pair (values, label) for each stretch in which both sensors have the same label.
+
+    The values of both sensors are interpolated at the same times, at 100 Hz.
+    """
     stretches = []
     acc_runs, gyro_runs = (label_ranges(label, np.diff(time) > _GAP * 1e9) for time, _, label in (acc, gyro))
     i = j = 0

@@ -62,7 +62,7 @@ def load_cifar100(root: str | Path | None = None, size: int = 32, normalize: Sca
 def read_images(
     folder: Path, size: int
 ) -> tuple[NDArray[np.uint8], dict[str, NDArray[np.int64]], dict[str, tuple[str, ...]], NDArray[np.bool_]]:
-    """Return the images, labels, class names, and a test mask. Labels and names are dicts with "fine" and "coarse"."""
+    """Return images, labels, class names, and a test mask. Labels and names are dicts: keys "fine" and "coarse"."""
     contents = []
     for name, digest in MD5.items():
         path = folder / name
@@ -83,8 +83,8 @@ def read_images(
 
 _FC100 = SOURCES["fc100"]
 
-# The split in the authors' code. By their numbers, superclasses 1, 2, 3, 4, 5, 6, 9, 10, 15, 17, 18 and 19 are for
-# training, 8, 11, 13 and 16 for validation, and 0, 7, 12 and 14 for testing.
+# The split in the authors' code. With CIFAR-100's numbers of superclasses, 1, 2, 3, 4, 5, 6, 9, 10, 15, 17, 18 and 19
+# are for training, 8, 11, 13 and 16 for validation, and 0, 7, 12 and 14 for testing.
 SUPERCLASSES = (
     *("fish", "flowers", "food_containers", "fruit_and_vegetables", "household_electrical_devices"),
     *("household_furniture", "large_man-made_outdoor_things", "large_natural_outdoor_scenes", "reptiles", "trees"),
@@ -190,7 +190,7 @@ def read_words(path: Path) -> dict[str, str]:
 
 
 def first_names(wnids: Sequence[str], words: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the first name of each class. If several classes have the same name, append the WordNet id to each."""
+    """Return the first name of each class. If several classes have the same name, add the WordNet id to these names."""
     first = [words.get(wnid, "").split(",")[0].strip() or wnid for wnid in wnids]
     return tuple(
         name if first.count(name) == 1 else f"{name} ({wnid})" for name, wnid in zip(first, wnids, strict=True)

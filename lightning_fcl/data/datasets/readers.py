@@ -1,4 +1,4 @@
-"""Sources of the datasets, and functions that read dataset files with checks and limits, and without running code."""
+"""Sources of the datasets, and functions that read dataset files. The functions limit sizes, and run no code in files."""
 
 import math
 import mmap
@@ -67,7 +67,7 @@ def read_arrays(path: Path, names: Iterable[str], remedy: str = REDOWNLOAD_HINT)
             name = member.filename.removesuffix(".npy")
             check(name not in members, f"two members with the name {name!r}")
             members[name] = member
-        # Opening a member checks that its two entries in the zip file agree. A comment could hide other members.
+        # `open` checks that the archive has the same name for a member in both headers. A comment could hide members.
         for member in archive.infolist():
             check(not member.comment, f"a comment on {member.filename}, which may contain other members")
             archive.open(member).close()

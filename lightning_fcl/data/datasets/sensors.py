@@ -152,7 +152,11 @@ def _from_text(folder: Path, sensors: Sequence[str]) -> ArrayDataset:
 def _rows(
     path: Path, columns: int, number: int | None = None, allowed_values: range | None = None, dtype: type = np.float32
 ) -> NDArray[Any]:
-    """Return the rows of a text file. Raise DamagedFileError if the number or length of rows, or a value, is wrong."""
+    """Return the numbers in a text file, shape (lines, columns).
+
+    Raises:
+        DamagedFileError: If the number of lines, the length of a line, or a value is wrong.
+    """
     bounds = f" from {allowed_values.start} to {allowed_values.stop - 1}" if allowed_values else ""
     lines = f"to have {columns} {'value' if columns == 1 else 'values'}{bounds} in each of {number or 'its'} lines"
     with as_file_error(path, lines, _UCI_HAR.remedy):
