@@ -177,7 +177,10 @@ class Evaluator:
         return [{"name": name, "higher_is_better": bool(metric.higher_is_better)} for name, metric in metrics.items()]
 
     def evaluate(self, module: L.LightningModule, group_sets: Iterable[Sequence[int]], names: Sequence[str]) -> Values:
-        """Return the module's metrics on each set of groups. All samples of a set are evaluated together."""
+        """Return the value of each metric on each set of groups, by the metric's name, then by `group_name`.
+
+        All samples of a set are evaluated together.
+        """
         assert isinstance(module, HasMetrics)
         batches = [(output.cpu(), label.cpu(), where.cpu()) for output, label, where in self._outputs(module)]
         outputs, targets, group = (torch.cat(column) for column in zip(*batches, strict=True))

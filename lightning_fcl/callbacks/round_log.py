@@ -60,7 +60,7 @@ class EpochLog:
 
 
 class RoundLog:
-    """Replacement for a module's `log` during training that reduces values of a round over all processes.
+    """Replacement for a module's `log` during training. Values of a round are reduced over all processes.
 
     Values that a training batch logs with ``on_epoch=True`` are collected, and logged at the end of the round. With a
     single process, the module is unchanged.
@@ -79,7 +79,7 @@ class RoundLog:
             del self._module.log
 
     def start_batch(self, batch: Batch) -> None:
-        """Set the current training batch. None: no batch is being trained."""
+        """Set the current training batch. None means that no training batch is running."""
         self._kept.batch = batch
 
     def _keep(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:

@@ -17,7 +17,8 @@ class Data(Command):
     """List, verify, download and plot datasets.
 
     `clear-features` deletes the cached outputs of backbones. `show` also accepts settings of a recipe, such as
-    --data.batch_size 16.
+    --data.batch_size 16. Without --root, the dataset folder is $LIGHTNING_FCL_DATA, or ~/.cache/lightning-fcl/data if
+    this variable is not set.
     """
 
     takes_settings = True
@@ -30,7 +31,7 @@ class Data(Command):
         parser.add_argument(
             "--out", type=Path, metavar="FILE.png", help="with show: plot the samples per round and client"
         )
-        parser.add_argument("--root", help="set the dataset folder (default: $LIGHTNING_FCL_DATA)")
+        parser.add_argument("--root", help="with verify or download: set the dataset folder")
 
     def run(self, options: Namespace) -> None:
         if options.action == "show":

@@ -29,7 +29,7 @@ class Deploy(Command):
     def arguments(self, parser: ArgumentParser) -> None:
         parser.add_argument("what", choices=("flower", "split", "executor", "clock"))
         parser.add_argument("recipes", nargs="*", metavar="RECIPE", help="deploy this recipe: a name or a YAML file")
-        parser.add_argument("--out", type=Path, help="set the output folder (default: app or shares)")
+        parser.add_argument("--out", type=Path, help="set the output folder (default: app, or shares for `split`)")
         parser.add_argument("--publisher", default="lightning-fcl", help="set the publisher of the Flower app")
         parser.add_argument("--superlink", metavar="HOST:PORT", help="set the SuperLink's address, for `clock`")
         trust = parser.add_mutually_exclusive_group()
@@ -56,7 +56,8 @@ class Deploy(Command):
         kind = "*.toml" if options.what == "flower" else "*.npz"
         if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not any(out.glob(kind)))):
             raise InvalidValueError(
-                f"Expected {out} to be an empty folder, or the output of an earlier `deploy`, but it is neither.",
+                f"Expected {out} to be an empty folder, or the output of an earlier `deploy {options.what}`, but it is "
+                "neither.",
                 hint="Use an empty folder with `--out`.",
             )
         from lightning_fcl.runs.fit import resolve_recipe

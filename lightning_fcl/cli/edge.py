@@ -127,7 +127,7 @@ def _get_data_sizes(parts: LoadedRecipe, required: bool) -> tuple[tuple[int, ...
 
 
 class Export(Command):
-    """Export a model to files for devices, and compare its outputs with PyTorch."""
+    """Export a model to files for devices, and compare the outputs of the files with the model's outputs in PyTorch."""
 
     def arguments(self, parser: ArgumentParser) -> None:
         parser.add_argument("run", type=Path, metavar="RUN", help="export this run folder, or this network of the zoo")

@@ -81,7 +81,7 @@ class Leaderboard(Command):
 
 
 def search_settings(folder: Path, searches: Mapping[str, str], out: Path, workers: int | None) -> None:
-    """Run the search of each method, and write a recipe with the best settings of each method to ``out/best``.
+    """Run the search of each method, and write one recipe per method, with the best settings, to ``out/best``.
 
     Args:
         folder: Folder with the search files.

@@ -294,7 +294,7 @@ def _origin(error: Exception) -> traceback.FrameSummary:
 
 
 def _without_secrets(text: str, words: Sequence[str]) -> str:
-    """Return a text with names of variables in place of secrets.
+    """Return a text with names of environment variables in place of secrets.
 
     The secrets are those in a command line, and in the recipe files and run folders that the command line names.
     """

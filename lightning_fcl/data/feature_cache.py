@@ -24,7 +24,7 @@ from lightning_fcl.io.reading import regular_file
 from lightning_fcl.models.backbone import frozen_backbone
 
 BATCH_SIZE = 16
-"""Number of images per batch. Outputs of layers then fit into a CPU's cache. With 64, all images take twice the time."""
+"""Number of images per batch. Layer outputs then fit into a CPU's cache. With 64, all images take twice the time."""
 
 # Size in bytes of the SHA-256 checksum after the features.
 _DIGEST = 32

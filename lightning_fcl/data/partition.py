@@ -256,7 +256,8 @@ def _deal_left_out(client_fractions: NDArray[np.float64], rng: np.random.Generat
     if holders.sum() < len(holders):
         return
     for left_out in np.flatnonzero(holders == 0).tolist():
-        # `frequent` has at least two clients: the draws are at least as many as the classes, and one class has none.
+        # At least two clients have drawn `frequent`, because there are at least as many draws as classes, and one class
+        # has no draw.
         frequent = int(holders.argmax())
         client = rng.choice(np.flatnonzero(client_fractions[:, frequent]))
         client_fractions[client, [left_out, frequent]] = client_fractions[client, [frequent, left_out]]

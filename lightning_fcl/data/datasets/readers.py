@@ -1,4 +1,4 @@
-"""Sources of the datasets, and functions that read dataset files. The functions limit sizes, and run no code in files."""
+"""Sources of the datasets, and functions that read dataset files, limit their sizes, and run no code in the files."""
 
 import math
 import mmap
