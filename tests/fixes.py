@@ -1657,6 +1657,15 @@ def fit_plain(lab, strategy="auto", clients=2):
     return has_rounds(trainer)
 
 
+def read_batches_of_one_client(lab, with_trainer=True):
+    x, y = torch.randn(8, 6), torch.arange(8) % 4
+    stream = FederatedStream.from_arrays(x, y, torch.zeros(8, dtype=torch.long), scenario=Stationary())
+    if with_trainer:
+        return L.Trainer(max_epochs=1, **lab.quiet).fit(lab.task(), datamodule=stream)
+    stream.setup("fit")
+    return list(stream.train_dataloader())
+
+
 def fit_diverging(lab, rate=1e30, **options):
     def optimizer(parameters):
         return torch.optim.SGD(parameters, lr=rate)
@@ -1722,6 +1731,12 @@ ROWS |= {
     ),
     "plain Trainer for several clients, one client": Row(
         lambda lab, clients: fit_plain(lab, clients=clients), {"clients": 2}, {"clients": 1}, "a stream of one client"
+    ),
+    "batches of one client without a Trainer": Row(
+        read_batches_of_one_client,
+        {"with_trainer": False},
+        {"with_trainer": True},
+        "Pass the stream to `trainer.fit(module, datamodule=stream)`.",
     ),
     "non-finite uploads": Row(fit_diverging, {}, {"rate": 0.1}, "Lower the learning rate"),
     "non-finite uploads, warning only": Row(

@@ -35,13 +35,19 @@ class ClientLoader:
 
     def __iter__(self) -> Iterator[Any]:
         stream, plan, trainer = self.stream, self.stream.plan, self.stream.trainer
+        if len(plan.clients) == 1 and trainer is None:
+            raise InvalidValueError(
+                "Expected a Trainer that reads the batches of the stream, but the stream has no Trainer.",
+                hint="Pass the stream to `trainer.fit(module, datamodule=stream)`.",
+                argument="datamodule",
+            )
         if len(plan.clients) != 1 or trainer is None:
-            number = "1 client" if len(plan.clients) == 1 else f"{len(plan.clients)} clients"
             actual = (
                 "no Trainer" if trainer is None else "a Trainer without this strategy, which trains a single client"
             )
             raise InvalidValueError(
-                f'Expected a Trainer with `strategy="federated"` for a stream of {number}, but got {actual}.',
+                f'Expected a Trainer with `strategy="federated"` for a stream of {len(plan.clients)} clients, but got '
+                f"{actual}.",
                 hint="Use `L.Trainer(strategy=FederatedStrategy())`, or a stream of one client.",
                 argument="strategy",
             )
