@@ -65,7 +65,7 @@ def test_conformance_correct_method_fulfills_all_statements(tmp_path, monkeypatc
 def test_conformance_wrong_penalty_fails_matching_statements(way, failing, tmp_path, monkeypatch, capsys):
     ended, lines, wrong = outcomes(WRONG[way], tmp_path, monkeypatch, capsys)
     fails = [line for line in lines if ": fails: " in line]
-    assert ended == 2 and f"but {len(failing)} of 10 do not" in wrong and len(fails) == len(failing)
+    assert ended == 2 and f"but {len(failing)} of 10 failed" in wrong and len(fails) == len(failing)
     assert all(one in line for one, line in zip(failing, fails, strict=True))
 
 
