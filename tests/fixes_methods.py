@@ -268,7 +268,7 @@ ROWS |= {
         lambda lab, make: fit_dicts(lab, make),
         {"make": of_dict},
         {"make": of_pair},
-        "Return a pair from your dataset.",
+        "Return a pair from your dataset, and use the default collate function.",
         InvalidTypeError,
     ),
     "gradients of samples of a module that returns a tuple": Row(

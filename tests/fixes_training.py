@@ -227,7 +227,7 @@ ROWS |= {
         lambda lab, model: fit_one_round(lab, task=lab.task(model=model), callbacks=[RegMean()]),
         {"model": Scales()},
         {"model": nn.Sequential(nn.Linear(6, 6), Scales())},
-        "Add a trainable `nn.Linear`, or use another method.",
+        "Add a trainable `nn.Linear` with the reduction `mean`, or use another method.",
     ),
     "transform of replay samples of another shape": Row(
         fit_flips,
@@ -251,7 +251,7 @@ ROWS |= {
         embed_images,
         {"images": BYTES},
         {"images": BYTES / 255},
-        'Divide bytes by 255. Load a dataset with `normalize="none"`, because the backbone normalizes images.',
+        'Pass a batch of images with 1 or 3 channels. Divide bytes by 255. Load a dataset with `normalize="none"`, because the backbone normalizes images.',
     ),
     "checkpoint of a task with an own network": Row(load_task, {}, {"model": Net()}, "Pass the object as `model=...`."),
 }

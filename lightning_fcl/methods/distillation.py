@@ -129,8 +129,8 @@ class FLwF(FLwF2T):
     beta: float = field(init=False)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         self.beta = 1 - self.alpha
+        super().__post_init__()
 
 
 @dataclass(eq=False)
@@ -159,7 +159,7 @@ class LwF(Method):
     """
 
     needs: ClassVar[Needs] = Needs(labels=True, logits=True)
-    """Labels define the classes that a client has seen."""
+    """The labels of the batches define the classes that a client has seen. The distillation compares logits."""
     reductions: ClassVar[ReductionRules] = {"before.*": Once()}
     of_experience: ClassVar[tuple[str, ...]] = ("old", "teacher.*")
 
@@ -263,12 +263,12 @@ def contrastive_loss(features: Tensor, positive: Tensor, negative: Tensor, tempe
 class MOON(Method):
     """MOON: model-contrastive learning (Li et al., 2021, Algorithm 1).
 
-    The loss is ``task loss + mu * mean contrastive_loss(f(x))``. The contrastive loss makes the features of ``x`` more
-    similar to the features of the model that the client received. It makes the features less similar to the features
-    of the model that the client trained last. In a client's first round, these two models are identical, and the term
-    has no gradient. The features are the result of the module's `embed`. The paper adds a projection head that computes
-    the features. This class adds no projection head. A client keeps its last model, and uploads the same tensors as in
-    FedAvg.
+    The loss is ``task loss + mu * mean of contrastive_loss``. The contrastive loss makes the features of a sample more
+    similar to the features of the model that the client received. It also makes the features less similar to the
+    features of the model that the client trained last. In a client's first round, these two models are identical, and
+    the term has no gradient. The features are the result of the module's `embed`. The paper adds a projection head that
+    computes the features. This class adds no projection head. A client keeps its last model, and uploads the same
+    tensors as in FedAvg.
 
     Args:
         mu: Weight of the contrastive loss, at least 0. With 0, the method is FedAvg.

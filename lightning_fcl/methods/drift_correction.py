@@ -140,14 +140,13 @@ class FedProx(Method):
 class SCAFFOLD(Method):
     """SCAFFOLD: control variates that correct client drift (Karimireddy et al., 2020, Algorithm 1).
 
-    A step is ``y <- y - lr * (g(y) - c_i + c)`` (equation 3). The server's control variates c and the client's c_i
-    start at 0. After K steps a client sets c_i to ``c_i - c + (x - y) / (K * lr)`` (equation 4, option II), where x is
-    the model that it received. The client uploads its model, and the change of c_i divided by the number of the
-    stream's clients. The server adds the uploaded changes to c (equation 5). So upload and download are about twice as
-    large as in FedAvg. A client that is not sampled keeps its c_i. With momentum, K is the `local_gradient_weight` of
-    the steps.
-    Client-local parameters have no control variates. The paper's global step size is the learning rate of
-    ``server_optimizer``.
+    A step is ``y <- y - lr * (g(y) - c_i + c)`` (equation 3). y are the client's parameters, and g(y) is the gradient
+    of the task loss. The server's control variates c and the client's c_i start at 0. After K steps a client sets c_i
+    to ``c_i - c + (x - y) / (K * lr)`` (equation 4, option II), where x is the model that it received. The client
+    uploads its model, and the change of c_i divided by the number of the stream's clients. The server adds the uploaded
+    changes to c (equation 5). So upload and download are about twice as large as in FedAvg. A client that is not
+    sampled keeps its c_i. With momentum, K is the `local_gradient_weight` of the steps. Client-local parameters have no
+    control variates. The paper's global step size is the learning rate of ``server_optimizer``.
 
     Each experience starts with c and all c_i at 0. The paper has a single task. Without the reset, c would contain the
     gradients of clients that have no samples of the experience. No client would subtract these gradients, so that they
@@ -219,8 +218,9 @@ class SCAFFOLD(Method):
     def _lacking(self, client: Client) -> State:
         """Return the correction ``c - c_i`` of a client's gradients, by parameter name.
 
-        If clients enter experiences in different rounds, c is the change since the first download in the experience,
-        except in the first experience.
+        If clients enter experiences in different rounds, c is 0 at a client's first download in the experience. In this
+        case, c is the change of the server's control variates since this download. In the first experience, c is always
+        the server's current value.
         """
         local_variates, initial_variates = (
             strip_prefix(client.method_state, "c"),
@@ -308,12 +308,12 @@ class FedDyn(ServerUpdateMethod):
 class FedNova(ServerUpdateMethod):
     """FedNova: normalized averaging of client updates (Wang et al., 2020, arXiv 2007.07481).
 
-    A client with more local steps does not have more influence. A client uploads ``x + (y - x) / tau_k``, where x is
-    the received model, y the trained model, and tau_k the `local_gradient_weight` of its steps. The new server model is
-    ``x + tau * sum_k p_k (y_k - x) / tau_k``, where p_k are the client weights and tau is the weighted mean of the
-    tau_k. With equal numbers of steps this is FedAvg. With unequal numbers, FedAvg would minimize the losses weighted
-    by ``p_k tau_k``. A client keeps no state, and uploads one number more than in FedAvg. Client-local parameters and
-    buffers are not normalized.
+    A client with more local steps does not have more influence. A client k uploads ``x + (y_k - x) / tau_k``, where x
+    is the received model, y_k the trained model, and tau_k the `local_gradient_weight` of its steps. The new server
+    model is ``x + tau * sum_k p_k (y_k - x) / tau_k``, where p_k are the client weights and tau is the weighted mean of
+    the tau_k. With equal numbers of steps this is FedAvg. With unequal numbers, FedAvg would minimize the losses
+    weighted by ``p_k tau_k``. A client keeps no state, and uploads one number more than in FedAvg. Client-local
+    parameters and buffers are not normalized.
 
     Raises:
         ValueError: If the server's model is not the mean of the uploads of all clients in a round.

@@ -49,11 +49,12 @@ log = logging.getLogger(__name__)
 
 
 class MethodDriver(Callback):
-    """Callback that runs the methods' hooks in the steps of one client at a time.
+    """Callback that runs the methods' hooks in sequential training, in which one client trains at a time.
 
     In the Trainer's list of callbacks, this callback comes after the last method.
 
-    A federation calls `start_clients` in each round. A plain Trainer is a federation of one client, see `EpochRounds`.
+    In a federation, the sequential trainer calls `start_clients` for each client of a round. A plain Trainer is a
+    federation of one client, see `EpochRounds`. In this case, this callback calls `start_clients` in each epoch.
     """
 
     def __init__(self, methods: Sequence[MethodBase]) -> None:
@@ -64,7 +65,7 @@ class MethodDriver(Callback):
         self._freezer = Freezer()
         self._frozen_layers = FrozenLayers()
         self._rule = ExitStack()
-        # The rounds of a plain Trainer during a fit.
+        # The rounds of the current fit in a plain Trainer. Otherwise None.
         self._epochs: EpochRounds | None = None
         self._local = LocalFederation()
         self._hook: RemovableHandle | None = None
@@ -88,7 +89,7 @@ class MethodDriver(Callback):
             self._epochs = EpochRounds(pl_module, self.methods, self._local)
 
     def _set_local(self) -> None:
-        """Make all methods share one local state. Copy the state of methods that trained in another Trainer."""
+        """Make all methods share one `LocalFederation`. Copy the state of methods that trained in another Trainer."""
         first = next((method.local for method in self.methods if method.local is not None), None)
         self._local = first or self._local
         for method in self.methods:
@@ -157,10 +158,10 @@ class MethodDriver(Callback):
     on_test_start = on_predict_start = on_validation_start
     on_test_end = on_predict_end = on_validation_end
 
-    # Hooks of a client's round.
+    # Local training of a client in a round.
 
     def rest_frozen(self, module: nn.Module) -> None:
-        """Keep the statistics of frozen layers during local training, if a method needs the clients' features."""
+        """Put frozen layers into evaluation mode for local training, if a method needs the clients' features."""
         if any(method.needs.features for method in self.methods):
             self._frozen_layers.rest(module)
 
@@ -241,7 +242,7 @@ class MethodDriver(Callback):
         methods, clients = [method for method, _ in active], [client for _, client in active]
         call, self._call = self._call, None
         x, output = call or (None, loss)
-        # For batches that are not pairs, the output cannot be checked earlier.
+        # `on_train_start` checks the output only for labelled batches of a `FederatedStream`.
         for method in methods if call else ():
             if method.needs.logits and (reason := describe_non_logits(output)):
                 _refuse_output(method, pl_module, reason)
@@ -269,7 +270,7 @@ class MethodDriver(Callback):
             gradients = {name: p.grad for name, p in params.items() if p.grad is not None}
             gradient = flatten(gradients) if gradients else None
             if gradient is None or not torch.isfinite(gradient.sum()):
-                # A non-finite gradient is not projected. The federation drops clients whose training diverges.
+                # A non-finite gradient cannot be projected and is not changed.
                 continue
             projected = method.project_gradient(client, gradient, make_gradient_fn(pl_module, params))
             if projected is not gradient:
@@ -285,7 +286,7 @@ class MethodDriver(Callback):
         ):
             self._freezer.train_only(pl_module, None)
         if self._epochs is not None and (trainer.is_last_batch or batch_idx + 1 == trainer.num_training_batches):
-            # End the epoch before any evaluation of the model.
+            # End the epoch before the validation that follows the last batch.
             self._end_epoch(trainer, pl_module, self._epochs)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -1,4 +1,4 @@
-"""DyTox: one token and head per task, with replay, distillation and a divergence loss for past tasks."""
+"""DyTox: one token and one head per task, trained with replay, distillation and a divergence loss for past tasks."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class DyToxMethod(Episodic):
         if module.training and torch.is_grad_enabled() and self._embedded is None:
             self._embedded = output
 
-    # The two stages of a task: training, and balanced tuning of the token and heads.
+    # The two stages of a task: training, and balanced tuning.
 
     def local_epochs(self, client: Client) -> int | None:
         further = client.is_active and self._tunes(client.client_round) and _is_planned(client)
@@ -162,7 +162,7 @@ class DyToxMethod(Episodic):
     def begin_step(self, client: Client) -> None:
         batch, self._embedded = client.batch, None
         if client.federation is None and self._present is None:
-            # Without a stream, the labels are available only in the first step.
+            # Without a stream, the labels are unknown until the first step.
             self._enter(client, batch[1])
         self._tuning = self._is_tuning(client)
         if not self._tuning:

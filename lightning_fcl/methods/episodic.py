@@ -185,7 +185,7 @@ def finite_pairs(data: Batch) -> tuple[Tensor, Tensor]:
     if x.is_floating_point() and not torch.isfinite(x.sum()):
         finite = torch.isfinite(x).flatten(1).all(dim=1)
         bad = int((~finite).sum())
-        log.warning("Left out %d of %d samples: their inputs have non-finite values.", bad, len(finite))
+        log.warning("Ignored %d of %d samples of a client: their inputs have non-finite values.", bad, len(finite))
         x, y = x[finite], y[finite]
     return x, y
 
@@ -223,7 +223,7 @@ def without_task(memory: StateSection, task: int) -> StateSection:
 
 
 def add_to_task(memory: StateSection, result: StateSection, samples: StateSection, task: int) -> StateSection:
-    """Return a copy of ``memory`` with other samples of a task: its samples in ``result``, and then ``samples``."""
+    """Return a copy of ``memory`` in which a task has its samples from ``result``, followed by ``samples``."""
     earlier = result["task"] == task if "task" in result else torch.zeros(0, dtype=torch.bool)
     if earlier.any():
         earlier_samples = {name: result[name][earlier].to(value.device) for name, value in samples.items()}
@@ -232,7 +232,7 @@ def add_to_task(memory: StateSection, result: StateSection, samples: StateSectio
 
 
 def stratified_indices(y: Tensor, size: int, generator: torch.Generator) -> Tensor:
-    """Return sorted indices of ``size`` samples in proportion to the classes, or of all samples if there are fewer.
+    """Return sorted indices of ``size`` random samples in proportion to the classes, or of all samples if fewer.
 
     If ``size`` permits, each class has at least one sample. The number of samples of each class is rounded by largest
     remainder, and ties are broken at random.

@@ -150,7 +150,7 @@ class EpochRounds:
             method_round.accept([name])
 
     def finish(self) -> None:
-        """At the end of a fit, compute the missing results for the current experience."""
+        """At the end of a fit, compute missing results of `MethodBase.end_experience` for the current experience."""
         if self._round is not None:
             self._round.finish_stopped([self._local.client], self._round.number + (not self._is_open))
 

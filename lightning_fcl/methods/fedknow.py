@@ -1,4 +1,4 @@
-"""FedKNOW: gradient projection against past tasks, which are restored from their largest weights."""
+"""FedKNOW: gradient projection for past tasks. For each task, a client keeps the largest weights of its model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _BATCH = 32
 
 @dataclass(eq=False)
 class FedKNOW(FedViT):
-    """FedKNOW: gradient projection against tasks restored from their largest weights (Luopan et al., 2022).
+    """FedKNOW: gradient projection for past tasks, of which a client keeps the largest weights (Luopan et al., 2022).
 
     `FedKNOW` has the training stages, the task selection and the gradient projection of `FedViT`. The knowledge of a
     task is different: the client keeps weights instead of samples.
@@ -143,7 +143,7 @@ class FedKNOW(FedViT):
         return [number for number in numbers if number != client.client_round.experience_idx]
 
     def past_gradient(self, client: Client, task: int, gradient_of: GradientFn) -> Tensor:
-        """Return the gradient of the distillation loss from a past task's network on the current batch, shape (p,)."""
+        """Return the gradient of the distillation loss from a past task's network on the current batch, as a vector."""
         if task not in self._networks:
             self._networks[task] = load_task_network(client.method_state, task)
         x, classes = finite_pairs(client.batch)[0], client.method_state[f"block{task}"]

@@ -1,4 +1,4 @@
-"""FedRep: a shared body and client-local heads. FedViT: FedRep with gradient projection and integration."""
+"""The methods FedRep (shared body and client-local heads) and FedViT (FedRep with gradient projection)."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class FedRep(Method):
 
 @dataclass(eq=False)
 class FedViT(FedRep):
-    """FedViT: gradient projection against signature tasks, with integration after aggregation (Zuo et al., 2024).
+    """FedViT: gradient projection for past tasks, and integration steps after aggregation (Zuo et al., 2024).
 
     Only the body is aggregated. Declare the reduction ``"local"`` for the head. A client's round has three stages:
 
@@ -164,7 +164,7 @@ class FedViT(FedRep):
         return past_task_indices(client)
 
     def past_gradient(self, client: Client, task: int, gradient_of: GradientFn) -> Tensor:
-        """Return the gradient of a past task at the current parameters, shape (p,)."""
+        """Return the gradient of a past task's loss at the current parameters, as a vector."""
         rows = client.method_state["task"] == task
         return gradient_of(client.method_state["x"][rows], client.method_state["y"][rows])
 

@@ -1,4 +1,4 @@
-"""FedWEIT: a shared base, a mask and sparse adaptive weights for each task, and the adaptives of other clients."""
+"""FedWEIT: weights of a task from a shared base, a mask, sparse adaptive weights, and those of other clients."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from lightning_fcl.validation import at_least, validated
 class FedWEIT(Method):
     """FedWEIT: federated weighted inter-client transfer with decomposed weights (Yoon et al., 2021).
 
-    The network is a `FedWEITNet` with weights ``theta = B * sigmoid(m) + A + sum_j alpha_j A_j``. B is the base, m the
-    mask, A the adaptive of the task, and alpha_j the attention to the adaptive A_j of the knowledge base. The knowledge
-    base contains adaptives of other clients. A client minimizes (eq. 2)::
+    The network is a `FedWEITNet` with weights ``theta = B * sigmoid(m) + A + sum_j alpha_j A_j``. B is the base and m
+    the mask. A are sparse weights of the task, called its adaptive. The attention alpha_j is the weight of the adaptive
+    A_j in the knowledge base. The knowledge base contains adaptives of other clients. A client minimizes (eq. 2)::
 
         task loss + l1 (||A||_1 + sum_i ||A_i||_1) + mask_l1 ||m||_1 + l2 sum_i ||B * sigmoid(m_i) + A_i - theta*_i||^2
         + weight_decay / 2 (||A||^2 + ||m||^2, and ||B||^2 in the first task)

@@ -94,7 +94,7 @@ class FOT(ServerUpdateMethod):
         return contribution
 
     def process_aggregate(self, server: Server) -> State:
-        """Return the projected mean of each layer with a nonempty basis. Extend the bases when an experience ends."""
+        """Return the projected weights of each layer with a nonempty basis. Extend bases when an experience ends."""
         updated_state, previous_state, mean, server_state = (
             dict[str, Tensor](),
             server.previous_state,

@@ -105,7 +105,7 @@ class Freezer:
             layer.training = True
         self._resting = []
         for layer_name, layer in module.named_modules():
-            # A frozen layer with buffers, such as batch normalization, would update its statistics.
+            # In training mode, a frozen layer with buffers, such as batch normalization, would update its statistics.
             buffers = [name for name, _ in layer.named_buffers(layer_name, recurse=False)]
             if (
                 layer_name

@@ -161,11 +161,11 @@ def class_aware_weights(logits: Tensor, y: Tensor, old: Tensor, share: Tensor | 
 class GLFC(Method):
     """GLFC: global-local forgetting compensation with class-aware weights and distillation (Dong et al., 2022).
 
-    The task loss is replaced by ``(1 - strength) * mean w BCE(z, y) + strength * mean BCE(z, t)``. BCE is the binary
-    cross-entropy with a sigmoid, averaged over the classes that any client has received so far. The weights w are
-    `class_aware_weights`. The target t is the label y, but with the teacher's prediction for old classes. If there are
-    no old classes, only the first term is used, without the factor. Old classes are the classes of all earlier
-    experiences of the stream. Streams whose experiences are not defined by classes have no old classes.
+    The task loss is replaced by ``(1 - strength) * mean w BCE(z, y) + strength * mean BCE(z, t)``. z are the module's
+    logits. BCE is the binary cross-entropy with a sigmoid, averaged over the classes that any client has received so
+    far. The weights w are `class_aware_weights`. The target t is the label y, but with the teacher's prediction for old
+    classes. If there are no old classes, only the first term is used, without the factor. Old classes are the classes
+    of all earlier experiences of the stream. Streams whose experiences are not defined by classes have no old classes.
 
     The teacher is the server's model from before the first client entered the newest experience. See
     `lightning_fcl.methods.teachers`. A client downloads the teacher once in each experience except the first. For

@@ -31,9 +31,10 @@ class Fed3R(Method):
 
     A client also uploads ``A = Y^T S`` and ``B = S^T S`` of the samples that it has not trained on before. S contains
     the samples' features, computed with the client's model after local training, and a column of ones for the bias. Y
-    contains the one-hot classes. The server adds the sums to all earlier sums, including the sums of the base session.
-    Then the server sets the module's last layer to ``A (B + beta I)^-1 / temperature``. Local training continues from
-    this layer (the authors' Fed3R+FT). If a client misses a synchronization, it uploads the sums with its next upload.
+    contains the one-hot classes. The server adds the sums to all earlier sums. If the stream has a base session, the
+    server's sums start with the samples of the base session. Then the server sets the module's last layer to
+    ``A (B + beta I)^-1 / temperature``. Local training continues from this layer (the authors' Fed3R+FT). If a client
+    misses a synchronization, it uploads the sums with its next upload.
 
     With a frozen body, the result equals ridge regression on the pooled samples of all clients, for any partition.
     During local training, frozen batch normalization layers use the server's statistics. In the paper, the body is
@@ -66,7 +67,7 @@ class Fed3R(Method):
 
     beta: float = validated(1.0, at_least, 0)
     temperature: float = validated(0.1, above, 0)
-    # Sums of the base session.
+    # A and B of the samples of the stream's base session.
     _base: State = field(default_factory=dict, init=False, repr=False)
 
     def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

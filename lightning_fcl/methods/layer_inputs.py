@@ -44,7 +44,7 @@ def averaged_layers(module: L.LightningModule) -> list[str]:
         raise InvalidValueError(
             "Expected a module with trainable linear or convolutional layers whose reduction is `mean`, but this "
             f"`{type(module).__name__}` has no such layer.",
-            hint="Add a trainable `nn.Linear`, or use another method.",
+            hint="Add a trainable `nn.Linear` with the reduction `mean`, or use another method.",
             argument="module",
             value=type(module).__name__,
         )
@@ -52,7 +52,10 @@ def averaged_layers(module: L.LightningModule) -> list[str]:
 
 
 def weight_matrix(state: Mapping[str, Tensor], name: str) -> Tensor:
-    """Return a layer's weights in double precision, shape (outputs, d). A bias is appended as the last column."""
+    """Return a layer's weights in double precision, shape (outputs, d). A bias is appended as the last column.
+
+    d is the number of weights of one output, plus 1 if the layer has a bias.
+    """
     weight, bias = state[f"{name}.weight"].detach().double().flatten(1), state.get(f"{name}.bias")
     return weight if bias is None else torch.cat([weight, bias.detach().double()[:, None]], dim=1)
 

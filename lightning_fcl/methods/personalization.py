@@ -109,7 +109,7 @@ class APFL(Method):
         alpha = client.method_state["alpha"]
         gradient = make_gradient_fn(pl_module, shared)(*client.batch, interpolate(personal_params, shared, alpha))
         if not torch.isfinite(gradient.sum()):
-            # Skip the step, so that the stored personal model stays finite. The federation handles diverged clients.
+            # Skip the step, so that the stored personal model stays finite.
             return
         towards = flatten(personal_params) - flatten(shared).detach()
         # A learning rate schedule may have changed the settings in the optimizer's parameter groups.

@@ -21,7 +21,7 @@ Solver = Callable[[Matrix, Matrix], Matrix]
 # Tolerance for cosines between a projected gradient and the constraints. With rounding errors of double precision, each
 # cosine is at least -1e-8.
 _TOLERANCE = 4e-9
-# Number of coordinates per piece. A dozen gradients of this length fit into the cache of a processor core.
+# Number of coordinates that are combined at once. A dozen gradients of this length fit into a processor core's cache.
 _PIECE = 16384
 # Number of coordinates per part of the result. A part stays in the cache while gradients are added to it.
 _STRETCH = 2**18
@@ -30,7 +30,7 @@ _LONG = 100_000
 # Index of the first solver to try: 0 for quadprog, 1 for the solver in NumPy.
 _FIRST = 0 if find_spec("quadprog") else 1
 
-# Number of coordinates per dot product. The rows of the next products stay in the cache of a processor core.
+# Number of coordinates per partial dot product. Blocks of this length stay in the cache of a processor core.
 _BLOCK = 2048
 # Number of values that are converted to double precision at once. They take 4 MiB, which fits into a cache.
 _CONVERTED = 2**19
@@ -77,7 +77,8 @@ def project(gradient: Tensor, constraints: Tensor, margin: float = 0.0) -> Tenso
 def agem(gradient: Tensor, reference: Tensor) -> Tensor:
     """Return the vector nearest to ``gradient`` that does not point away from one reference gradient.
 
-    Computes ``g - (g^T g_ref / g_ref^T g_ref) g_ref`` if ``g^T g_ref < 0`` (A-GEM, Chaudhry et al., 2019, eq. 11).
+    g is ``gradient``, and g_ref is ``reference``. If ``g^T g_ref < 0``, the result is
+    ``g - (g^T g_ref / g_ref^T g_ref) g_ref`` (A-GEM, Chaudhry et al., 2019, eq. 11).
     Otherwise returns ``gradient`` itself.
     """
     products = _gram(gradient, reference[None])
@@ -228,7 +229,11 @@ def _solve(unit: Matrix, slope: Matrix) -> Matrix:
             weights = _refine(solver, unit, slope, ridge)
             if weights is not None:
                 return weights
-        warnings.warn(f"The solver `{solver.__name__[1:]}` found no projection of a gradient.", stacklevel=4)
+        warnings.warn(
+            f"The solver `{solver.__name__[1:]}` found no projection of a gradient. If all solvers fail, the projected "
+            "gradient is 0.",
+            stacklevel=4,
+        )
     return np.full_like(slope, np.nan)
 
 

@@ -1,4 +1,4 @@
-"""FedProto, iCaRL, and class means. A class mean is a sum of features divided by a number of samples."""
+"""The methods FedProto and iCaRL, which use the mean features of each class, and functions for these class means."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.needs import Needs
 from lightning_fcl.validation import at_least, check_arguments, one_of
 
-# Distances between unit vectors that differ by at most this value count as equal.
+# Two distances count as equal if they differ by at most this value. The distances are between unit vectors.
 _TIE = 1e-5
 
 
@@ -35,8 +35,8 @@ class ClassSums(SparseMean):
 
     Entries have the shape (classes, 1 + features): a count and a sum of features. Their quotient is the mean over the
     samples of all clients, independent of the clients' weights in other reductions. If no client of the round has
-    samples of a class, the class keeps the server's row. Sums of different rounds are not added. Zeros are not
-    transmitted.
+    samples of a class, the server keeps the class's earlier count and sum. Sums of different rounds are not added.
+    Zeros are not transmitted.
     """
 
     name = "class_sums"

@@ -31,7 +31,8 @@ class RegMean(ServerUpdateMethod):
     """RegMean (Jin et al., 2023): merge layers so that their outputs fit the outputs of all clients' layers.
 
     After local training a client also uploads ``G_k = X_k^T X_k`` and ``W_k G_k`` for each trained linear or
-    convolutional layer. X_k are the layer's inputs for the client's samples, computed with the client's own model.
+    convolutional layer. W_k are the layer's weights on client k. X_k are the layer's inputs for the client's samples,
+    computed with the client's own model.
 
     The server sums both values over clients and sets the layer to ``W = (sum_k W_k G_k) (sum_k G_k)^+``. For
     ``alpha=1``, this minimizes ``sum_k ||X_k W^T - X_k W_k^T||^2``. A bias is the weight of an additional input, which

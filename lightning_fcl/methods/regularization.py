@@ -1,4 +1,4 @@
-"""Penalties on parameters by their importance for earlier experiences: EWC, MAS and SI."""
+"""Penalties on changes of parameters, weighted by their importance for earlier experiences: EWC, MAS and SI."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.per_sample_gradients import mean_sample_measure
 from lightning_fcl.validation import above, at_least, between, validated
 
-# Name of the entry of the client state that contains the factor of the importance.
+# Name of the entry of the client state by which the importance is multiplied.
 _SCALE = "scale"
 
 
@@ -60,7 +60,7 @@ class Consolidation(Method):
         if not self.normalize:
             return memory
         greatest = torch.stack([value.max() for value in strip_prefix(memory, "importance").values()]).max()
-        # Below this value the inverse would be infinite.
+        # Below this value the inverse can be infinite.
         tiny = torch.finfo(greatest.dtype).tiny
         return memory | {_SCALE: torch.where(greatest > 0, 1 / greatest.clamp(min=tiny), 0.0)}
 

@@ -41,7 +41,7 @@ KINDS = ("ReservoirSamplingBuffer", "ClassBalancedBuffer", "ExperienceBalancedBu
 
 Policy = Literal["reservoir", "class-balanced", "refresh"]
 
-# Prefix of the entries of client state that belong to samples in dicts.
+# Prefix of the names of client state entries that store samples which are dicts.
 _SAMPLE = "sample."
 
 
@@ -144,9 +144,10 @@ class Replay(Method):
         stream: Any = trainer.datamodule  # type: ignore[attr-defined]
         federation = find_federation(trainer)
         if federation is None or not len(stream.plan.base_samples):
+            got = "a Trainer without a federation" if federation is None else stream
             raise InvalidValueError(
                 'Expected a federation whose stream has a base session, as with `scenario="odfcl"`, for '
-                f"`include_base=True`, but got {stream}.",
+                f"`include_base=True`, but got {got}.",
                 hint="Leave `include_base` out.",
                 argument="include_base",
                 value=self.include_base,

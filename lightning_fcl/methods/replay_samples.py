@@ -110,7 +110,7 @@ def join_batch(method: MethodBase, client: Client, batch_idx: int) -> None:
         raise InvalidTypeError(
             f"Expected a batch `[x, y]`, as from the default collate function, for `{type(method).__name__}`, but got "
             f"{type(batch).__name__}.",
-            hint="Return a pair from your dataset.",
+            hint="Return a pair from your dataset, and use the default collate function.",
             argument="batch",
         )
     batch[:] = plain_samples(batch)

@@ -34,10 +34,10 @@ from lightning_fcl.validation import above, at_least, validated
 class DERpp(Method):
     """Dark experience replay, DER++ (Buzzega et al., 2020, eq. 6): replay samples and the logits stored with them.
 
-    The loss is ``task loss + alpha * ||f(x') - z'||^2 + beta * task loss(f(x''), y'')``. The pairs (x', z') and
-    (x'', y'') are drawn from the buffer in every step, separately and with replacement. z' are the logits of the
-    client's own model when x' was stored. As in the authors' code, the squared distance is a mean over samples and
-    classes. ``beta=0`` is DER.
+    The loss is ``task loss + alpha * ||f(x') - z'||^2 + beta * task loss(f(x''), y'')``. f is the module. The pairs
+    (x', z') and (x'', y'') are drawn from the buffer in every step, separately and with replacement. z' are the logits
+    of the client's own model when x' was stored. As in the authors' code, the squared distance is a mean over samples
+    and classes. ``beta=0`` is DER.
 
     A client keeps a uniform random choice of all samples that it has trained on (reservoir sampling). Each sample is
     offered once, after the client's first round with it, with the logits of the model that the client has just trained.
@@ -225,7 +225,6 @@ class FedCBDR(Method):
     features of all clients' samples. A sample that is rare among all clients has a high leverage.
 
     For each experience a client uploads ``X_k^T X_k`` of its features, computed with its own model. When the experience
-    ends, the client receives the sum over all clients. Then the client draws n of its samples of the experience and
     ends, the client receives the sum over all clients. Then the client draws n of its samples of the experience and
     keeps these in addition to samples of earlier experiences. n is ``memory_size`` times the client's fraction of the
     total leverage, rounded. The samples are drawn without replacement, with probabilities proportional to the leverage.

@@ -1,7 +1,7 @@
-"""Networks from the papers. Each network is a plain ``nn.Module``. A network is imported on first use of its name.
+"""Networks of the papers whose methods this library implements. Each network is an ``nn.Module``.
 
-The package ``tasks`` contains losses, training steps and Lightning code. Networks do not define how their state is
-uploaded or downloaded.
+A network is imported on first use of its name. The package ``tasks`` contains losses, training steps and Lightning
+code. Networks do not define how their state is uploaded or downloaded.
 """
 
 import lazy_loader

@@ -102,7 +102,7 @@ def compute_padding(kernel: int, stride: int) -> int:
 
 
 def count_patches(side: int, kernel: int, stride: int, image_size: int) -> int:
-    """Return the number of patches along one side of a map. Raise ValueError if kernel or stride does not match."""
+    """Return the number of patches along one side of a map. Raise ValueError if they do not match the map's size."""
     count = side // stride
     fits = stride <= kernel <= side and (side + 2 * compute_padding(kernel, stride) - kernel) // stride + 1 == count
     if side % stride or not fits:

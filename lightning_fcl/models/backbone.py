@@ -31,7 +31,8 @@ class FrozenBackbone(Serializable):
         std: Standard deviations of red, green and blue to divide by.
 
     Raises:
-        ValueError: If ``size`` is below 1. `embed` raises ValueError if its input is neither such images nor features.
+        ValueError: If ``size`` is below 1. `embed` raises ValueError if its input is neither a batch of images with
+            pixels from 0 to 1 nor a batch of features.
 
     Example:
         >>> net = nn.Sequential(nn.Conv2d(3, 6, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
@@ -101,7 +102,8 @@ class FrozenBackbone(Serializable):
             raise InvalidValueError(
                 "Expected images of shape (batch, 1 or 3, height, width) with pixels from 0 to 1, or features of shape "
                 f"(batch, {self.features}), but got shape {tuple(x.shape)}{pixel_range}.",
-                hint='Divide bytes by 255. Load a dataset with `normalize="none"`, because the backbone normalizes '
+                hint="Pass a batch of images with 1 or 3 channels. Divide bytes by 255. Load a dataset with "
+                '`normalize="none"`, because the backbone normalizes '
                 "images.",
                 argument="x",
                 value=tuple(x.shape),

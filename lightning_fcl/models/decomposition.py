@@ -163,7 +163,7 @@ class FedWEITNet(Serializable):
     # Methods that read or change the state of a client.
 
     def base_vector(self) -> Tensor:
-        """Return B as one vector, with gradients."""
+        """Return B as one vector that is part of the autograd graph."""
         return torch.cat([attrgetter(name)(self.net).flatten() for name in self.names])
 
     def mask_vector(self, mask: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.models.serialization import Serializable
 from lightning_fcl.validation import above, at_least, unit_interval, warn_of_one
 
-# Number of time steps per block. Only one block of states is in memory at once, also for long sequences.
+# Number of time steps per block. `EchoStateNetwork.iter_states` has the states of only one block in memory at once.
 BLOCK = 64
 
 
@@ -21,10 +21,11 @@ class EchoStateNetwork(Serializable):
     """A reservoir of leaky-integrator units in layers (De Caro et al., eq. 1; Bacciu et al., 2021, eq. 1).
 
     ``x(t) = (1 - a) x(t-1) + a tanh(g (W_in u(t) + b_rec + W x(t-1)) + b)``, with ``x = 0`` at the start of each
-    sequence. In a deep reservoir, the states of a layer are the input of the next layer. The state of the network is
-    the concatenation of the states of all layers, of size N_R. ``gain`` (g) and ``bias`` (b), both of shape (N_R,),
-    are 1 and 0 until intrinsic plasticity adapts them (`lightning_fcl.callbacks.IntrinsicPlasticity`). All other
-    weights are random and fixed.
+    sequence. x is the state, u the input, W_in the input weights, W the recurrent weights, and a the leaking rate. In a
+    deep reservoir, the states of a layer are the input of the next layer. The state of the network is the concatenation
+    of the states of all layers, of size N_R. ``gain`` (g) and ``bias`` (b), both of shape (N_R,), are 1 and 0 until
+    intrinsic plasticity adapts them (`lightning_fcl.callbacks.IntrinsicPlasticity`). All other weights are random and
+    fixed.
 
     Args:
         in_features: Size of the input at each time step.
@@ -123,7 +124,7 @@ class EchoStateNetwork(Serializable):
         return int.from_bytes(digest.digest()[:7], "little")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the states after the washout, shape (batch, time - washout, N_R).
+        """Return the states after the washout, shape (batch, time - washout, features).
 
         The inputs have shape (batch, time, in_features).
         """
@@ -131,7 +132,7 @@ class EchoStateNetwork(Serializable):
 
     @torch.no_grad()
     def iter_states(self, x: Tensor) -> Iterator[Tensor]:
-        """Yield the states after the washout in blocks of time steps, each of shape (steps, batch, N_R).
+        """Yield the states after the washout in blocks of time steps, each of shape (steps, batch, features).
 
         Only the current block is in memory.
         """
@@ -204,7 +205,7 @@ class EchoStateNetwork(Serializable):
             bias: Bias to use instead of the module's bias.
 
         Returns:
-            The directions dg and db, both of shape (batch, N_R). They are not multiplied by a step size.
+            The directions dg and db, both of shape (batch, features). They are not multiplied by a step size.
         """
         x = self.check_input(x)
         gain = self.gain.detach() if gain is None else gain
@@ -241,8 +242,8 @@ class EchoStateNetwork(Serializable):
             bad = (~torch.isfinite(x)).flatten(1).any(dim=1).nonzero().flatten()
             if len(bad):  # the sum of finite numbers can overflow
                 raise InvalidValueError(
-                    f"Expected finite sequences, but got NaN or infinite values in {len(bad)} of {len(x)}. The first "
-                    f"such sequence has index {int(bad[0])} in the batch.",
+                    f"Expected finite sequences, but got NaN or infinite values in {len(bad)} of {len(x)} sequences. "
+                    f"The first such sequence has index {int(bad[0])} in the batch.",
                     hint="Correct or drop these sequences.",
                     argument="x",
                     value=bad.tolist(),
@@ -296,7 +297,7 @@ class _LayerPlasticity:
         )
         self.leak, self.state, self.mu, self.variance = net.leaking_rate, state, mu, variance
         self.steps = 0
-        # `shift` is the sum of -s2 db, and `product` is the sum of -s2 net db.
+        # `shift` is the sum of -s2 db, and `product` is the sum of -s2 net db, where s2 is the variance.
         self.shift, self.product = torch.zeros_like(state), torch.zeros_like(state)
 
     def run(self, u: Tensor, skip: int) -> Tensor:

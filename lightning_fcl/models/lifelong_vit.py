@@ -122,8 +122,9 @@ class InterTaskAttention(nn.Module):
     Each head computes ``softmax(q K^T / sqrt(d) + B) v``. Queries q and values v are computed from the tokens. The keys
     K of all tokens and the biases B are the parameters `external_key` and `external_bias`. B has one number for each
     distance between two patches, as in LeViT. B has three more numbers: from the class token to patches, from patches
-    to the class token, and from the class token to itself. B starts at 0. K starts with the variance of keys that a
-    linear layer whose weights have standard deviation 0.02 computes from normalized tokens.
+    to the class token, and from the class token to itself. B starts at 0. K is drawn with the standard deviation
+    ``0.02 * sqrt(width)``. Keys that a linear layer computes would have this standard deviation, if its weights had the
+    standard deviation 0.02 and its inputs were normalized.
     """
 
     offsets: Tensor
@@ -153,7 +154,8 @@ class InterTaskAttention(nn.Module):
 def _offsets(side: int) -> Tensor:
     """Return the index of the bias for each pair of a query (row) and a key (column).
 
-    The index for two patches is ``rows * side + columns``. The patches are ``rows`` rows and ``columns`` columns apart.
+    For two patches that are r rows and c columns apart, the index is ``r * side + c``. The indices that follow are for
+    pairs with the class token.
     """
     places = torch.cartesian_prod(torch.arange(side), torch.arange(side))
     distances = (places[:, None] - places).abs()

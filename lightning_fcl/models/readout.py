@@ -109,7 +109,7 @@ class ReservoirReadout(_Readout):
     def embed(self, x: Tensor) -> Tensor:
         """Return the states that the readout uses, in double precision.
 
-        The shape is (batch, steps, N_R) for ``readout="steps"``, and (batch, N_R) otherwise.
+        The shape is (batch, steps, features) for ``readout="steps"``, and (batch, features) otherwise.
         """
         states = torch.cat(list(pool_states(self.reservoir, x, self.readout))).double().transpose(0, 1)
         return states if self.readout == "steps" else states[:, 0]
@@ -159,7 +159,7 @@ def readout_features(features: Tensor, random_features: RandomFeatures | None, b
 
 
 def pool_states(reservoir: EchoStateNetwork, x: Tensor, readout: Features) -> Iterator[Tensor]:
-    """Yield the states that a readout uses, in blocks of shape (steps, batch, N_R).
+    """Yield the states that a readout uses, in blocks of shape (steps, batch, features).
 
     For ``"last"`` and ``"mean"``, yield a single block with one step.
     """

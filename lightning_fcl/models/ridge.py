@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 # Number of rows that are converted to double precision at once. The converted rows then fit into the CPU cache.
 CHUNK_SIZE = 4096
-# Number of rows of S S^T that are computed at once. Only the upper triangle is computed, and copied to the lower one.
+# Number of rows of ``states^T states`` that are computed at once. Only the upper triangle is computed.
 STRIPE_SIZE = 128
 
 
@@ -39,9 +39,9 @@ class DoublePrecision(Serializable):
 class RidgeReadout(DoublePrecision):
     """A linear map from states to outputs by ridge regression: ``W = A (B + beta I)^-1`` (Bacciu et al., 2021, eq. 10).
 
-    The statistics are ``A = Y S^T``, ``B = S S^T`` and the number of samples (eq. 6-9 and 11-12). The statistics do not
-    contain the regularizer ``beta``, which is added once, in the solution. The statistics of readouts of the same
-    reservoir can be added and subtracted.
+    The statistics are ``A = Y S^T``, ``B = S S^T`` and the number of samples (eq. 6-9 and 11-12). Each column of S is
+    the state of a sample, and each column of Y is its target. The statistics do not contain the regularizer ``beta``,
+    which is added once, in the solution. The statistics of readouts of the same reservoir can be added and subtracted.
 
     Args:
         in_features: Size of the states, N_R.
@@ -183,7 +183,8 @@ class RidgeReadout(DoublePrecision):
         if self.rank is not None:
             _, sizes, rows = torch.linalg.svd(self.B, full_matrices=False)
             values = sizes.square()
-            # Smaller components are rounding errors. They would be divided by a number close to beta.
+            # Components below this threshold are rounding errors. In the solution, they would be divided by a number
+            # close to beta.
             is_significant = values > _ROUNDING * _cut_off(values)
             return _from_spectrum(self.A, values[is_significant], rows[is_significant].t(), betas)
         return _by_eigenvalues(self.A, unpack_upper(self.B, self.in_features), betas)[0]
@@ -226,7 +227,10 @@ def accumulate_rows(a: Tensor, b: Tensor, states: Tensor, targets: Tensor) -> No
 
 
 def leading_rows(rows: Tensor, rank: int) -> Tensor:
-    """Return the leading singular values times their right vectors, padded with zeros to shape (rank, features)."""
+    """Return the leading singular values of ``rows`` times their right singular vectors, shape (rank, features).
+
+    If there are fewer than ``rank`` singular values, rows of zeros follow.
+    """
     if not torch.isfinite(rows).all():
         # Return NaN, because the server rejects uploads that contain NaN.
         return torch.full_like(rows[:1], torch.nan).expand(rank, -1)
@@ -238,7 +242,9 @@ def leading_rows(rows: Tensor, rank: int) -> Tensor:
 
 
 class GroupMoments(DoublePrecision):
-    """Sums of states and numbers of samples, for each class in each random group. B is estimated from them (STSA-E).
+    """Sums of states and numbers of samples, for each class in each random group of a client's samples (STSA-E).
+
+    `second_moments` estimates the statistic B of `RidgeReadout` from these sums.
 
     Args:
         groups: Number of groups into which a client's samples are divided.
@@ -260,7 +266,7 @@ class GroupMoments(DoublePrecision):
         self.register_buffer("counts", torch.zeros(groups, classes, dtype=torch.long))
 
     def second_moments(self) -> Tensor:
-        """Return an estimate of S^T S of all samples, shape (features, features).
+        """Return an estimate of the sum of ``s s^T`` over the states s of all samples, shape (features, features).
 
         The estimate is ``Sum_c [a_c Sum_j s_jc s_jc^T / n_jc - b_c P_c P_c^T]`` with ``a_c = (N_c - 1) / (K_c - 1)``
         and ``b_c = (N_c - K_c) / ((K_c - 1) N_c)``. ``s_jc`` and ``n_jc`` are the sum and number of samples of class c

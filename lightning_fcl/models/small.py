@@ -16,7 +16,7 @@ from lightning_fcl.models.serialization import Serializable
 from lightning_fcl.validation import at_least, one_of
 
 _TOKEN = re.compile(r"(?P<filters>[1-9]\d*)-(?P<width>[1-9]\d*)C|(?P<pool>[1-9]\d*)M|(?P<units>[1-9]\d*)D", re.ASCII)
-# Depthwise-separable blocks of the backbone: output channels and stride.
+# Depthwise-separable blocks of the backbone of `DSICNet`: output channels and stride.
 _BLOCKS = ((32, 1), (64, 2), (64, 1), (64, 2), (64, 1), (64, 2))
 
 

@@ -1,4 +1,4 @@
-"""Runs of recipes: recipes are read, checked and trained, and results are written to the run's folder.
+"""Runs of recipes: this package reads and checks recipes, trains models, and writes results to a run's folder.
 
 Commands, and programs that start several runs, are in `lightning_fcl.cli`.
 """

@@ -70,6 +70,11 @@ def test_flwf2t_without_server_weight_equals_flwf(step, own):
     )
 
 
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+def test_flwf_each_alpha_sets_beta_to_rest(alpha):
+    assert FLwF(alpha).beta == 1 - alpha
+
+
 def test_flwf2t_student_equal_to_server_has_zero_gradient(make_task, samples):
     student, (x, _) = make_task(), samples()
     step = Step({}, copy.deepcopy(student.state_dict()), x, student(x), make_teacher_fn(student))

@@ -129,7 +129,7 @@ def test_add_task_memory_non_finite_samples_dropped(caplog, number):
     x[4, 1, 2] = x[7, 0, 0] = number
     memory = add_task_memory(client_in(), [x, y], 1.0, generator())
     assert memory["y"].tolist() == [0, 1, 2, 3, 5, 6, 8] and torch.equal(memory["x"], x[memory["y"]])
-    assert caplog.messages == ["Left out 2 of 9 samples: their inputs have non-finite values."]
+    assert caplog.messages == ["Ignored 2 of 9 samples of a client: their inputs have non-finite values."]
 
 
 @pytest.mark.parametrize("participation", [1.0, 1])
