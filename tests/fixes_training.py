@@ -251,7 +251,8 @@ ROWS |= {
         embed_images,
         {"images": BYTES},
         {"images": BYTES / 255},
-        'Pass a batch of images with 1 or 3 channels. Divide bytes by 255. Load a dataset with `normalize="none"`, because the backbone normalizes images.',
+        "Pass a batch of images with 1 or 3 channels. Divide bytes by 255. Load a dataset with "
+        '`normalize="none"`, because the backbone normalizes images.',
     ),
     "checkpoint of a task with an own network": Row(load_task, {}, {"model": Net()}, "Pass the object as `model=...`."),
 }

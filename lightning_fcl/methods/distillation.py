@@ -111,8 +111,8 @@ class FLwF2T(Method):
 class FLwF(FLwF2T):
     """FLwF: distillation from the client's previous model only (Usmanova et al., 2021, section 4.1).
 
-    The loss is ``alpha * task loss + (1 - alpha) * KD(client's previous model)``. This is `FLwF2T` with
-    ``beta = 1 - alpha``.
+    The loss is ``alpha * task loss + (1 - alpha) * KD(client's previous model)``. KD is `distillation_loss`.
+    The method is `FLwF2T` with ``beta = 1 - alpha``.
 
     Args:
         alpha: Weight of the task loss, 0 to 1.

@@ -47,7 +47,7 @@ def averaged_parameters(module: L.LightningModule) -> State:
 
 
 def local_gradient_weight(group: Mapping[str, Any], steps: int) -> float:
-    """Return the total weight that the gradients of ``steps`` SGD steps have in the parameter change.
+    """Return the weight of the gradients of ``steps`` SGD steps in the parameter change, in units of the learning rate.
 
     Without momentum, this weight is the number of steps. With momentum and at least two steps, the weight is larger.
     Wang et al. 2020 call this weight ``||a||_1``. A parameter group without the entry ``momentum`` has no momentum.

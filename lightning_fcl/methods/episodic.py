@@ -232,7 +232,7 @@ def add_to_task(memory: StateSection, result: StateSection, samples: StateSectio
 
 
 def stratified_indices(y: Tensor, size: int, generator: torch.Generator) -> Tensor:
-    """Return sorted indices of ``size`` random samples in proportion to the classes, or of all samples if fewer.
+    """Return sorted indices of at most ``size`` random samples, in proportion to the classes.
 
     If ``size`` permits, each class has at least one sample. The number of samples of each class is rounded by largest
     remainder, and ties are broken at random.

@@ -33,7 +33,8 @@ from lightning_fcl.methods.replay_samples import JoiningSamples, joining_samples
 class EpochRounds:
     """An adapter that runs each epoch of a plain Trainer as a round of a federation with one client.
 
-    The data loaders, the optimizers and the strategy are unchanged. No tensor of the module is aggregated.
+    The optimizers and the strategy are unchanged. No tensor of the module is aggregated. A `FederatedStream` yields the
+    batches of each round as in a federation. Other data loaders are unchanged.
 
     Args:
         module: The module that the Trainer trains.

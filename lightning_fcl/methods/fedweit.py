@@ -1,4 +1,4 @@
-"""FedWEIT: weights of a task from a shared base, a mask, sparse adaptive weights, and those of other clients."""
+"""FedWEIT: a task's weights combine a shared base, a mask, sparse adaptive weights, and those of other clients."""
 
 from __future__ import annotations
 

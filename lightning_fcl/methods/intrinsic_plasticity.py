@@ -30,7 +30,7 @@ class IntrinsicPlasticity(Method):
     A unit with the net input ``net`` has the activation ``h = tanh(gain * net + bias)``. On each batch, gain and bias
     change by ``eta * dg`` and ``eta * db``, with ``db = (mu - h (2 sigma^2 + 1 - h^2 + mu h)) / sigma^2`` and
     ``dg = 1 / gain + db * net``. dg and db are summed over the steps of a sequence, and averaged over the sequences of
-    the batch. Clients keep no state.
+    the batch. With ``normalize_grad``, dg and db are then normalized. Clients keep no state.
 
     In a federation this method is FedIP (De Caro et al.). In all rounds of an experience except the last, clients adapt
     gain and bias, and the server averages them. In the last round, clients upload the statistics of the readout. With

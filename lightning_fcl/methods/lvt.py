@@ -34,8 +34,8 @@ class LVTMethod(Method):
     From a client's second task on, the loss of a step is
 
     ``CE + gamma * ||G * (K - K_prev)||_1 + alpha * CE_mem + beta * KD_mem``
+
     - CE is the task loss on the batch.
-    - K contains the attention keys and biases that are parameters of the model (`lightning_fcl.models.LVT`).
     - K contains the attention keys and biases that are parameters of the model (`lightning_fcl.models.LVT`).
     - K_prev is K at the end of the client's previous task.
     - G is the importance of K for the previous task: the mean of ``|d loss / d K|`` over the task's samples. The paper

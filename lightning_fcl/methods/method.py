@@ -24,11 +24,11 @@ from lightning_fcl.methods.experience import check_in_step
 class Method(MethodBase, Callback):
     """Base class of federated and continual learning methods, which are Lightning callbacks.
 
-    A subclass overrides some hooks of `MethodBase`, for example `penalty`, `project_gradient` or `replay_samples`.
-    The same hooks work in a plain Trainer and in a federation. Most hooks also work in vectorized training of several
-    A subclass overrides some hooks of `MethodBase`, for example `penalty`, `project_gradient` or `replay_samples`. Most
-    hooks work in a plain Trainer and in a federation, there in sequential and in vectorized training of several
-    clients. Override Lightning's own hooks only if no hook of `MethodBase` is sufficient.
+    A subclass overrides some hooks of `MethodBase`, for example `penalty`, `project_gradient` or `replay_samples`. In a
+    federation, all hooks work in sequential training. Most hooks also work in vectorized training of several clients,
+    and in a plain Trainer. Override Lightning's own hooks only if no hook of `MethodBase` is sufficient.
+
+    Args:
         clients: The clients that use the method. See `MethodBase`.
 
     Example:

@@ -78,8 +78,8 @@ def agem(gradient: Tensor, reference: Tensor) -> Tensor:
     """Return the vector nearest to ``gradient`` that does not point away from one reference gradient.
 
     g is ``gradient``, and g_ref is ``reference``. If ``g^T g_ref < 0``, the result is
-    ``g - (g^T g_ref / g_ref^T g_ref) g_ref`` (A-GEM, Chaudhry et al., 2019, eq. 11).
-    Otherwise returns ``gradient`` itself.
+    ``g - (g^T g_ref / g_ref^T g_ref) g_ref`` (A-GEM, Chaudhry et al., 2019, eq. 11). Otherwise, the result is
+    ``gradient`` itself.
     """
     products = _gram(gradient, reference[None])
     if products[0, 1] >= 0:

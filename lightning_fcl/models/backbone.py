@@ -53,7 +53,7 @@ class FrozenBackbone(Serializable):
     ) -> None:
         super().__init__()
         at_least(1, size=size)
-        # On CPUs, the network takes about 0.6 of the time in the channels-last memory format.
+        # On CPUs, the channels-last memory format reduces the network's time by about 40 %.
         self.network = network.to(memory_format=torch.channels_last)
         self.size = size
         # True if the weights are part of an installed package.

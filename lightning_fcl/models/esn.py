@@ -193,9 +193,10 @@ class EchoStateNetwork(Serializable):
     ) -> tuple[Tensor, Tensor]:
         """Return the descent directions of KL(activations || N(mu, sigma)) for each sequence (Schrauwen et al., 2008).
 
-        ``h`` is the activation before the leak. ``net`` is the net input of a unit, which is treated as constant.
-        The directions are ``db = -(-mu/s2 + h/s2 (2 s2 + 1 - h^2 + mu h))`` with s2 = sigma^2, and ``dg = 1/g + db
-        net``, summed over time. This is eq. 4 of De Caro et al., with the terms that are missing in the printed paper.
+        ``h`` is the activation before the leak, and g the gain. ``net`` is the net input of a unit, which is treated as
+        constant. The directions are ``db = -(-mu/s2 + h/s2 (2 s2 + 1 - h^2 + mu h))`` with s2 = sigma^2, and
+        ``dg = 1/g + db net``, summed over time. This is eq. 4 of De Caro et al., with the terms that are missing in the
+        printed paper.
 
         Args:
             x: Inputs of shape (batch, time, in_features).

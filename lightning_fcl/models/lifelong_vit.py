@@ -217,8 +217,7 @@ class DyTox(Serializable):
     The original model grows with each task. This model has the tokens and heads of all tasks from the start, so that
     all clients have the same state. The buffer ``learnt`` marks the tasks in use. The logits of other tasks are a very
     low constant, and the parameters of these tasks get no gradients. `lightning_fcl.callbacks.DyToxMethod` marks tasks
-    as learned.
-    While no task is marked, all tasks are in use.
+    as learned. While no task is marked, all tasks are in use.
 
     Each task also has a divergence head with one logit for each class of the task, and one logit for all earlier
     classes. By default, the body has 2,246,016 parameters, and the decoder has 444,864 parameters. For each task, the

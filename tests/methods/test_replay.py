@@ -115,6 +115,11 @@ def test_replay_fractional_memory_size_without_stream_raises(make_task, samples,
         train(make_task(), [Replay(0.5)], samples())
 
 
+def test_replay_include_base_without_federation_raises(make_task, samples, train):
+    with pytest.raises(InvalidValueError, match="but got a Trainer without a federation"):
+        train(make_task(), [Replay(8, include_base=True)], samples())
+
+
 def test_replay_update_sets_when_samples_are_stored():
     for update, sizes in (("experience", [0, 4, 4, 8]), ("round", [4, 8, 12, 16])):
         method, memory = Replay(100, "reservoir", update), {}
