@@ -58,8 +58,8 @@ class LocalRound:
     Args:
         part: The client's `ClientRound`.
         received: The state that the client started from.
-        kept: The client state before the round.
-        entered: The client state at the start of the round. See `enter_round`.
+        kept: The client's stored state from earlier rounds.
+        entered: The state that `enter_round` returned for ``kept``, with which the client starts the round.
         steps: Number of optimizer steps.
         state: The client's model state after local training.
         memories: The client state of each method after local training.

@@ -108,7 +108,7 @@ def count_patches(side: int, kernel: int, stride: int, image_size: int) -> int:
     if side % stride or not fits:
         raise InvalidValueError(
             f"Expected `image_size` to match patches of {kernel} x {kernel} with stride {stride}, but got "
-            f"{image_size}, which results in a map of {side} x {side} positions before this layer.",
+            f"{image_size}, which results in a map of {side} x {side} positions before these patches.",
             hint="Resize the images to a larger multiple of the product of all strides, or choose patches at least as "
             "large as their stride. Patches with stride 1 need an odd size.",
             argument="image_size",

@@ -94,7 +94,7 @@ class FrozenBackbone(Serializable):
 
     def _check(self, x: Tensor) -> None:
         fits = x.dim() == 4 and x.shape[1] in (1, 3)
-        # During compilation the pixel values are unknown, and an empty batch has none.
+        # Skip the check of pixel values during compilation, when they are unknown, and for an empty batch.
         if fits and (torch.compiler.is_compiling() or not x.numel()):
             return
         if not (fits and x.min() >= 0 and x.max() <= 1):

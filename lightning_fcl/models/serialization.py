@@ -173,7 +173,7 @@ def _named(make: Callable[..., object]) -> str:
 
 
 def _class_named(path: object) -> Callable[..., Any] | None:
-    """Return the network or optimizer with a public name, or None if the name is neither."""
+    """Return the network class, network function or optimizer class with a public name, or None if there is none."""
     package, _, name = str(path).rpartition(".")
     if package == _MODELS and name in import_module(_MODELS).__all__:
         make: Callable[..., Any] = getattr(import_module(_MODELS), name)

@@ -47,7 +47,7 @@ def explain_parser_error(
     bases: Mapping[str, Callable[..., Any]],
     content: Mapping[str, Any],
 ) -> LightningFCLError:
-    """Return an error that contains the value of a recipe that the parser rejects, and the reason.
+    """Return an error that contains the rejected value of a recipe, and the reason.
 
     The recipe is compared with the parser's keys, and with the annotations of the classes that the recipe names. If no
     invalid value is found, the error contains the parser's message.
