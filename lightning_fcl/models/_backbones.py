@@ -63,7 +63,10 @@ def vit_backbone(
     mlp_ratio: float = 4.0,
     tokens: bool = False,
 ) -> Backbone:
-    """Return the body of `ViT`, and its number of features. With ``tokens``, the body outputs unnormalized patch tokens."""
+    """Return the body of `ViT` and its number of features. With ``tokens``, the body returns raw patch tokens.
+
+    Raw patch tokens are the tokens before the final normalization, without a class token.
+    """
     check_blocks(width, num_heads, depth, mlp_ratio)
     check_image_size("ViT", image_size, multiple=patch_size, min_size=2 * patch_size)
     bare: dict[str, Any] = {"global_pool": "", "class_token": False, "final_norm": False} if tokens else {}

@@ -189,8 +189,8 @@ def quantize_backbone(model: nn.Module, calibration: Tensor | None, batch_size: 
         takes = tuple(getattr(model, "input_shape", (first.in_channels, *calibration.shape[2:])))
         if tuple(calibration.shape[1:]) != takes or not len(calibration) or not calibration.isfinite().all():
             raise InvalidValueError(
-                f"Expected `calibration` images of shape (at least 1, {', '.join(map(str, takes))}) with finite "
-                f"values, but got {tuple(calibration.shape)}"
+                f"Expected `calibration` of shape (batch, {', '.join(map(str, takes))}) with at least one image and "
+                f"finite values, but got {tuple(calibration.shape)}"
                 f"{'' if calibration.isfinite().all() else ' with NaN or infinite values'}.",
                 hint="Pass a batch of the images that the model is trained on.",
                 argument="calibration",

@@ -347,8 +347,8 @@ def solve(a: Tensor, b: Tensor, beta: float) -> Tensor:
     weights, rank = _by_eigenvalues(a, b, [beta])
     if rank < len(b):
         log.warning(
-            "B + beta I may not be positive definite (beta = %g). The solution ignores eigenvalues of B that may be "
-            "rounding errors. Increase `beta` for a unique solution.",
+            "The matrix B + beta I of the ridge regression may not be positive definite (beta = %g). The solution "
+            "ignores eigenvalues of B that may be rounding errors. Increase `beta` for a unique solution.",
             beta,
         )
     return weights[0]

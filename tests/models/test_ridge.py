@@ -238,15 +238,15 @@ def test_solve_singular_without_beta_returns_least_norm(seed, rank, caplog):
     readout.solve()
     np.testing.assert_allclose(readout.weight.numpy(), expected, rtol=0, atol=1e-8)
     np.testing.assert_allclose(readout.solve_path([0.0])[0].numpy(), expected, rtol=0, atol=1e-8)
-    assert "B + beta I may not be positive definite (beta = 0)" in caplog.text
+    assert "B + beta I of the ridge regression may not be positive definite (beta = 0)" in caplog.text
 
 
 def test_solve_singular_matrix_logs_a_warning(caplog):
     a, b = torch.tensor([[1.0, 2.0, 0.0]]), torch.diag(torch.tensor([2.0, 4.0, 0.0]))
     assert solve(a, b, 0.0).tolist() == [[0.5, 0.5, 0.0]]
     assert caplog.messages == [
-        "B + beta I may not be positive definite (beta = 0). The solution ignores eigenvalues of B that may be "
-        "rounding errors. Increase `beta` for a unique solution."
+        "The matrix B + beta I of the ridge regression may not be positive definite (beta = 0). The solution ignores "
+        "eigenvalues of B that may be rounding errors. Increase `beta` for a unique solution."
     ]
 
 
