@@ -650,6 +650,14 @@ ROWS |= {
         UnknownNameError,
         "config",
     ),
+    "command within a recipe": Row(
+        recipe,
+        {"files": ["subcommand: fit"]},
+        {"files": ["trainer: {max_epochs: 3}"]},
+        "Pass the command on the command line",
+        UnknownNameError,
+        "subcommand",
+    ),
     "folder instead of a recipe": Row(
         command,
         {"words": "fit quickstart --config run --print_config", "prepare": with_run},
@@ -1235,6 +1243,19 @@ def packaged(lab, setting=None):
     return zoo.load(NAME)
 
 
+def without_weights(lab):
+    """Load a model whose weights are not in the separate zoo."""
+    if not (lab.folder / "zoo").exists():
+        weights = lab.entry() / WEIGHTS
+        weights.rename(lab.folder / WEIGHTS)
+    lab.env.setenv("LIGHTNING_FCL_ZOO", str(lab.folder / "zoo"))
+    return zoo.load(NAME)
+
+
+def copy_weights(lab):
+    (lab.folder / WEIGHTS).rename(lab.folder / "zoo" / NAME / WEIGHTS)
+
+
 def damaged_registry(lab):
     if not (lab.folder / "zoo").exists():
         lab.entry()
@@ -1345,7 +1366,9 @@ ROWS |= {
         {"name": "esn.ucihar.incfed"},
         "Use one of esn.",
     ),
-    "model with different outputs": Row(changed_weights, {}, {"check": False}, "or load it with `check=False`"),
+    "model with different outputs": Row(
+        changed_weights, {}, {"check": False}, "or load the network with `check=False`"
+    ),
     "non-finite samples": Row(
         lambda lab, x: zoo.load(relist(lab, measurement=None)).predict(x),
         {"x": np.full((1, 1, 8, 8), np.nan)},
@@ -1360,7 +1383,7 @@ ROWS |= {
         samples_of,
         {"text": two_samples("1,2,3,4,5,x")},
         {"text": two_samples("1,2,3,4,5,6")},
-        "Correct this line of the file",
+        "Correct the file. A row number in this message does not count",
     ),
     "surplus lines in a CSV file of samples": Row(
         samples_of,
@@ -1384,6 +1407,9 @@ ROWS |= {
     ),
     "model without weights in the package, from a URL": Row(
         packaged, {}, {"setting": "url"}, "or to a URL that serves this folder", MissingFileError
+    ),
+    "model without weights in a folder": Row(
+        without_weights, {}, copy_weights, "Copy the missing files to this folder", MissingFileError
     ),
     "folder of another name": Row(moved_entry, {}, move_back, f"Rename the folder to {NAME}, also in registry.txt."),
     "unknown model": Row(

@@ -257,13 +257,13 @@ ROWS |= {
         lambda lab, make: make().encode(torch.tensor([[0.0], [3.0]])),
         {"make": lambda: OneHot(4)},
         {"make": lambda: RealTargets(1)},
-        "Use `y.long()` for labels, or a `ReservoirRegressor` for numbers.",
+        "Use `y.long()` for labels, or a regression task for numbers.",
     ),
     "labels above the number of classes": Row(
         lambda lab, classes: OneHot(classes).encode(torch.tensor([0, 3])),
         {"classes": 3},
         {"classes": 4},
-        "Set `num_classes` to the data's number of classes.",
+        "Number the labels from 0, and set `num_classes` to the data's number of classes.",
     ),
     "targets of a reservoir of another size": Row(
         lambda lab, outputs: RealTargets(outputs).encode(torch.zeros(4, 2)),

@@ -226,14 +226,16 @@ def _resolve(path: str, name: object, bases: tuple[type, ...]) -> Any:
     """Return the class or function that a recipe names.
 
     Raises:
-        InvalidTypeError: If the object is not a class derived from one of ``bases``, and not a function with a return
-            annotation.
+        InvalidTypeError: If ``name`` is not a string, or if it names neither a class derived from one of ``bases`` nor
+            a function with a return annotation. Also for a class of the package `pytorch_lightning`.
         InvalidValueError: If several classes have the name, or if importing the module fails.
         UnknownNameError: If there is no such class or module.
     """
     if not isinstance(name, str):
         raise InvalidTypeError(
-            f"Expected `{path}.class_path` to be a name, but got {name!r:.100}.", argument=path, value=name
+            f"Expected `{path}.class_path` to be the name of a class, but got {name!r:.100}.",
+            argument=path,
+            value=name,
         )
     module, _, short = name.rpartition(".")
     if module and not module.replace(".", "").isidentifier():
@@ -302,7 +304,10 @@ def _resolve(path: str, name: object, bases: tuple[type, ...]) -> Any:
 
 
 def _may_name_class(value: object, hint: Any) -> bool:
-    """Return whether a value may be the name of a class. False if the annotation accepts a number, or no object."""
+    """Return whether a value may be the name of a class.
+
+    The result is False if the annotation accepts a number, or if it accepts no objects of a class.
+    """
     is_name = isinstance(value, str) and all(part.isidentifier() for part in value.split("."))
     return is_name and bool(object_types(hint)) and not {int, float} & {*members(hint)}
 
@@ -314,7 +319,7 @@ def _where(module: str) -> str:
 
 
 def _known_classes(bases: Iterable[type]) -> dict[str, list[str]]:
-    """Return the full names of the classes ``bases`` and of their imported subclasses, by class name.
+    """Return lists of full names by class name, for the classes ``bases`` and their imported subclasses.
 
     Private, local and abstract classes are left out.
     """
@@ -335,7 +340,11 @@ def _described(bases: tuple[type, ...]) -> str:
 
 
 def _nearest_argument(path: str, name: str, names: Sequence[str], values: Mapping[str, Any]) -> str:
-    """Return a hint with the most similar argument name of a class, or of the classes in its arguments."""
+    """Return a hint with the argument name that is most similar to ``name``.
+
+    The candidates are the arguments ``names`` of a class, and the arguments of the classes in ``values``. If no
+    candidate is similar, the hint lists ``names``, or is empty if ``path`` is a section.
+    """
     prefix = f"{path}." if path in SECTIONS else ""
     full_names = {one: f"{prefix}{one}" for one in names}
     for argument, value in values.items():

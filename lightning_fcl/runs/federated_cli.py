@@ -114,7 +114,7 @@ class FederatedCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the argument ``--out`` and the section ``recipe``."""
-        parser.add_argument("--out", type=str | None, help="set the folder of the results (default: runs/fit)")
+        parser.add_argument("--out", type=str | None, help="set the run folder (default: run of --config, or runs/fit)")
         parser.add_class_arguments(RecipeInfo, "recipe")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
@@ -171,8 +171,8 @@ class FederatedCLI(LightningCLI):
         """Check the configuration, and replace the URL of a checkpoint by a downloaded, verified file.
 
         Raises:
-            InvalidValueError: If a section is not a mapping, a ``class_path`` names neither a class nor a function with
-                a return annotation, or ``weights_only`` is false.
+            InvalidValueError: If the section ``data``, ``recipe`` or ``trainer`` is not a mapping, a ``class_path``
+                names neither a class nor a function with a return annotation, or ``weights_only`` is false.
         """
         config = self.config[self.config["subcommand"]] if self.config.get("subcommand") else self.config
         for name in ("data", "recipe", "trainer"):
@@ -316,7 +316,7 @@ class FitCLI(FederatedCLI):
 def add_default_metrics(callbacks: list[Callback], eval_split: Literal["test", "validation"]) -> None:
     """Add `ContinualMetrics` if it is missing.
 
-    With ``"validation"``, each `ContinualMetrics` uses validation samples.
+    With ``eval_split="validation"``, each `ContinualMetrics` uses validation samples.
     """
     if not any(isinstance(callback, ContinualMetrics) for callback in callbacks):
         callbacks.append(ContinualMetrics())

@@ -157,7 +157,7 @@ class _WouldTrainError(Exception):
 
 
 class _Enough(Callback):
-    """A callback that ends a fit at the start of the first round, before other callbacks run in this round.
+    """A callback that ends a fit at the start of the first round, before the recipe's callbacks run in this round.
 
     Args:
         processes: Number of processes of the fit.

@@ -47,11 +47,13 @@ def _is_no_folder(path: str | Path) -> bool:
 
 @dataclass(frozen=True)
 class _Place:
-    """The place of a value in a recipe. Its annotation is resolved only when needed, because resolving imports classes.
+    """The place of a value in a recipe.
+
+    The annotation of the value is resolved only when needed, because resolving imports classes.
 
     Args:
-        find: Function that returns the annotation of the argument. If ``group``, it returns the class whose arguments
-            are at this place.
+        find: Function that returns the annotation of the value. If ``group``, it returns the class whose arguments are
+            at this place.
         files: Chain of files that leads to the value. Each file names the next file. File names are relative to the
             folder of the last file.
         group: Whether the place contains arguments by name, such as a section or ``init_args``.
@@ -73,7 +75,7 @@ class _Place:
         return self.hint if self.group else dataclass_type(self.hint)
 
     def argument(self, name: str) -> _Place:
-        """Return the place of an argument."""
+        """Return the place of the argument ``name``."""
         if self.sections:
             return _Place(lambda: find_class(_SECTION_CLASSES.get(name)), self.files, name in SECTIONS)
         return _Place(lambda: all_argument_types(self.owner).get(name, Any) if self.owner else Any, self.files)
@@ -102,7 +104,7 @@ class _Place:
                 raise InvalidValueError(
                     "Expected the files of a recipe not to name each other in a cycle, but got "
                     f"{' -> '.join(map(str, [*location.files, file]))}.",
-                    hint=f"Write the values into {file}.",
+                    hint=f"Write the values into {location.files[-1]} in place of the file name.",
                     value=value,
                 )
             location = replace(location, files=(*location.files, file))
@@ -110,7 +112,11 @@ class _Place:
         return value, location
 
     def _file(self, name: str) -> Path | None:
-        """Return the file that a name refers to. None if there is no file, or if the name is the value itself."""
+        """Return the file that a text names. None if there is no such file, or if the text is a value or names a class.
+
+        Raises:
+            InvalidValueError: If the file name is relative to the working directory instead of the recipe.
+        """
         folder = self.files[-1].parent if self.files else Path()
         if not (_is_no_folder(folder / name) or _is_no_folder(name)) or not (self.group or object_types(self.hint)):
             return None
@@ -135,7 +141,7 @@ class _Place:
 
 
 class _Dotted(dict[str, Any]):
-    """A dictionary that a recipe gives as a dotted name.
+    """A dictionary that a recipe writes as a dotted name: ``{"a.b": 1}`` becomes ``{"a": {"b": 1}}``.
 
     A dictionary of this class is always merged into the current dictionary. A plain dictionary may replace the current
     dictionary.
@@ -165,7 +171,7 @@ def merge(whole: dict[str, Any], updates: Mapping[str, Any], files: tuple[Path, 
     Args:
         whole: The recipe to change.
         updates: The recipe with the new values. Its names may be dotted.
-        files: File of ``updates``, if there is one. File names in ``updates`` are relative to this file.
+        files: Tuple with the file of ``updates``, or an empty tuple. File names in ``updates`` are relative to the file.
     """
     _merge(whole, updates, _Place(files=files, sections=True))
 
@@ -310,8 +316,8 @@ def argument_names(factory: Any) -> list[str]:
 def _find_entry(entries: Sequence[Any], value: Mapping[str, Any]) -> tuple[int, Any]:
     """Return the position of the list entry that a value changes, and the value for this entry.
 
-    If the value is a dictionary below the name of a class, it changes the entry of this class. Otherwise it changes the
-    last entry.
+    In ``{"Replay": {"memory_size": 100}}``, the name of a class selects the entry of this class, and the inner
+    dictionary is the value. Any other value is for the last entry.
     """
     (name, inner), *other_items = value.items()
     by_class = not other_items and isinstance(inner, Mapping) and str(name)[:1].isupper()
@@ -321,7 +327,7 @@ def _find_entry(entries: Sequence[Any], value: Mapping[str, Any]) -> tuple[int, 
     names = [str(path).rpartition(".")[2] for path in paths]
     if names.count(name) != 1:
         raise UnknownNameError(
-            f"Expected one {name} in a list, but its entries are {', '.join(names)}."
+            f"Expected one {name} in a list, but the list contains {', '.join(names)}."
             if names
             else f"Expected an entry for `{name}` in a list, but the list is empty.",
             hint=did_you_mean(name, names),

@@ -53,11 +53,11 @@ def make_results(
         "metrics": summarize(record),
         "record": record,
         "expected": dict(recipe["expected_metrics"]),
-        # The metadata of an editable installation may contain an old version.
+        # `__version__` is used because the metadata of an editable installation may contain an old version.
         "versions": {"lightning-fcl": __version__}
         | {name: version(name) for name in ("lightning", "torch", "avalanche-lib")},
         "machine": _machine(),
-        # The record includes the rounds before a fit was resumed.
+        # This sum includes the rounds from before a fit was resumed, because the record includes them.
         "seconds": round(sum(one["seconds"] for one in record["rounds"]), 1),
         "command": command,
         "finished": trainer.current_epoch >= (trainer.max_epochs or 0),

@@ -90,7 +90,9 @@ class Recipe:
                 if name in ("subcommand", "config"):
                     raise UnknownNameError(
                         f"Expected a section such as {', '.join(SECTIONS[:3])} in a recipe, but got `{name}`.",
-                        hint="Pass further recipes on the command line, as in `--config FILE`.",
+                        hint="Pass further recipes on the command line, as in `--config FILE`."
+                        if name == "config"
+                        else "Pass the command on the command line, as in `lightning-fcl fit FILE`.",
                         argument=str(name),
                     )
                 if value is not None or name not in SECTIONS:

@@ -1,4 +1,4 @@
-"""Callbacks for fits on the command line: writing ``config.yaml``, and stopping at the end of a round."""
+"""Callbacks for fits on the command line: write ``config.yaml``, print the participation, and stop after a round."""
 
 from __future__ import annotations
 
@@ -107,7 +107,10 @@ class StopAfterRound(Callback):
         self._patience.close()
 
     def check(self, program: str, out: Path, num_finished_rounds: int, rounds: int, checkpoint: Path | None) -> None:
-        """Raise `Stopped` with the command that resumes the fit, if the fit received a signal to stop."""
+        """Raise `Stopped` if the fit received a signal to stop.
+
+        For an unfinished fit with a checkpoint, the message contains the command that resumes the fit.
+        """
         if not stop.signal:
             return
         report = f"Results of the finished rounds: {out / 'report.html'}"

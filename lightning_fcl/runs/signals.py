@@ -38,8 +38,8 @@ class SignalHandler:
 
     Attributes:
         signal: Number of the first signal that was deferred. 0 if there was none.
-        how_to_go_on: Function that returns a text for a command that stops at once. The text contains the number of
-            finished runs and how to resume.
+        how_to_go_on: Function that returns the text to print if a signal stops the command at once. The text contains
+            the number of finished runs and how to resume. By default, the text is empty.
     """
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class SignalHandler:
 
 
 def exit_now(number: int, message: str = "") -> NoReturn:
-    """End this process and its children at once, and remove temporary files."""
+    """End this process and its children, and remove temporary files. Children that do not end within 5 s are killed."""
     if message:
         write_stderr(message)
     children = active_children()

@@ -55,7 +55,7 @@ class _Content:
     """Converts the values of a checkpoint, recursively."""
 
     def __init__(self) -> None:
-        # By the id of a container: the container itself, or its plain copy.
+        # Maps the id of a container to the container itself, or to its plain copy.
         self._found: dict[int, Any] = {}
 
     def plain(self, value: Any, path: tuple[object, ...]) -> Any:
@@ -135,7 +135,7 @@ def is_data(value: object) -> bool:
 
 
 def drop_objects(checkpoint: dict[str, Any]) -> list[str]:
-    """Remove hyperparameters from a checkpoint if reading them would run code. Return the names of the removed ones.
+    """Remove hyperparameters that cannot be read without running code, and return their names.
 
     With these hyperparameters, `torch.load` with ``weights_only=True`` could not read the checkpoint.
     """

@@ -62,12 +62,12 @@ class ClientGroup:
         self._stream = federation.stream
         self._seed = federation.seed
         self._every = batches_per_step
-        # A `StepTrainer` gets unpadded batches. Each batch is a list with a `ShapeGroup` for each shape of batches.
+        # In each step, a `StepTrainer` gets a list with a `ShapeGroup` for each shape of batch. Batches are not padded.
         self._stacked, self._alike = local_trainer.is_stacked, isinstance(local_trainer, StepTrainer)
         self.clients = clients
         self.received: Sequence[State] = ()  # the state that each client downloaded at the start of the round
         self.kept: Sequence[ClientState] = ()  # each client's state before the round
-        self.entered: Sequence[ClientState] = ()  # each client's state at the start of the round, see `enter_round`
+        self.entered: Sequence[ClientState] = ()  # each client's state after `enter_round`
         self.step = 0  # number of the current batch
         self.weight: Tensor | None = None  # weight of each sample in its client's mean loss, shape (active, batch)
         self._rows = [self._stream.plan.train[clients.round_idx][client] for client in clients.client_ids]
@@ -217,7 +217,10 @@ class ClientGroup:
         return concat_nested([batch, self._take(extra, joining, row, step)]) if len(joining) else batch
 
     def _joining(self, row: int, step: int) -> Tensor:
-        """Return the indices of the replay samples in a client's batch. Replay samples are last in the batch."""
+        """Return the indices, within the client's replay samples, of the replay samples in a batch.
+
+        In the batch, replay samples come after the client's own samples.
+        """
         sample_indices, num_own_samples = self._chosen(row, step), self.clients.num_samples[row]
         return torch.from_numpy(sample_indices[sample_indices >= num_own_samples] - num_own_samples)
 

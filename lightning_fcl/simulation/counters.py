@@ -27,8 +27,8 @@ class ClientCounters:
 
     The client's counters start at 0, as in a new Trainer that has only the data of this client. Lightning's loops and
     bookkeeping use the counters of all clients. This class switches the Trainer between the two sets of counters. By
-    default the Trainer has the counters of all clients. Within `client` it has the client's counters. Changes that are
-    made within `client` also change the counters of all clients.
+    default the Trainer has the counters of all clients. Inside of ``with counters.client():`` the Trainer has the
+    client's counters. Changes inside of this block also change the counters of all clients.
 
     The clients of one vectorized step share one set of counters. The counters count the batches of the client with the
     most batches.
@@ -106,7 +106,7 @@ class ClientCounters:
         return self._totals if self.shown else _SAME
 
     def end_batch(self) -> None:
-        """Save the learning rates at a client's last batch, before hooks can change them for other clients."""
+        """After a client's last batch, save the learning rates, so that later changes by hooks can be undone."""
         if self._client_group is not None and self._client_group.last_batch:
             self._local_steps.end_batches(self._optimizers)
 
@@ -152,7 +152,7 @@ class ClientCounters:
 
         Args:
             batches: Number of batches of the client. None: the number of the client with the most batches.
-            one_process: Whether the strategy describes a single process.
+            one_process: Whether the strategy reports 1 process in place of the real number of processes.
         """
         if self.shown or self._client_group is None:
             return

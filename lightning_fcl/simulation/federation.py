@@ -223,7 +223,7 @@ def client_model(trainer: L.Trainer, client: str) -> Iterator[None]:
     federation = require_federation(trainer, "client_model", "it has no clients")
     if federation.is_client_model:
         raise InvalidValueError(
-            f"Expected one `client_model` at a time, but got {client} while another client's model is in use.",
+            f"Expected one `client_model` at a time, but got {client} while the module already has a client's model.",
             hint="Exit the other `with` block first.",
             argument="client",
             value=client,

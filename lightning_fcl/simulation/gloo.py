@@ -46,7 +46,7 @@ class GlooRanks:
         self._group = ProcessGroupGloo(store, rank, num_ranks, _TIMEOUT)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GlooRanks:
-        return self  # A copy belongs to the same process.
+        return self  # A copy would use the same process group.
 
     def all_gather_object(self, value: T) -> Sequence[T]:
         content = pickle.dumps(value)

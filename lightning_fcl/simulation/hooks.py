@@ -1,4 +1,4 @@
-"""The callback that runs the steps of a federation's clients and rounds in the hooks of a Trainer.
+"""The callback that runs the rounds of a federation in the hooks of a Trainer.
 
 Lightning's counters count the batches of all clients. If a round is interrupted, the counters from before the round
 are restored.
@@ -68,7 +68,7 @@ def common_batches(federation: Federation) -> int:
 
 
 class FitHooks(Callback):
-    """The Trainer's first callback: it continues the current round, and saves client states in checkpoints.
+    """The Trainer's first callback. It runs the steps of a round between batches, and adds client states to checkpoints.
 
     Args:
         federation: The federation.
@@ -132,9 +132,9 @@ class FitHooks(Callback):
         self.federation.placement = None
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Prepare a round. From now on, the user's `reload_dataloaders_every_n_epochs` applies to other loaders.
+        """Prepare a round. Lightning has already created the train loader of the round.
 
-        The train loader of the round already exists.
+        Therefore `reload_dataloaders_every_n_epochs` gets the user's value again, which applies to validation loaders.
         """
         self._hide_left()
         self._undo_progress = snapshot_progress(trainer)

@@ -189,9 +189,11 @@ class _Finding:
             try:
                 if _distance(self._base, self._upload()) > 10 * self._noise:
                     return True
-            except Exception:  # Advanced counters may exceed the length of a list.
+            except Exception:  # An advanced counter may be a wrong index of a list.
                 log.debug(
-                    "The trial with %s from the first client failed.", format_code_names(sorted(names)), exc_info=True
+                    "The trial with the first client's values of %s failed.",
+                    format_code_names(sorted(names)),
+                    exc_info=True,
                 )
                 self._start.restore()
         return False

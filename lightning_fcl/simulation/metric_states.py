@@ -56,8 +56,9 @@ def set_state(metric: Metric, state: MetricState) -> None:
 def is_mergeable(metric: Metric) -> bool:
     """Return whether the states of clients that trained separately can be merged into one state.
 
-    A tensor whose ``dist_reduce_fx`` is None is stacked over clients, as torchmetrics does for several processes. The
-    metric then has to reduce the stack in `compute`. This is tested with three default states.
+    A tensor state whose ``dist_reduce_fx`` is None is stacked over clients, as torchmetrics does for several processes.
+    The metric then has to reduce the stack in `compute`. A call of `compute` with three default states tests whether the
+    metric does so.
     """
     if isinstance(metric, Running):  # The window contains the last updates of only one process.
         return False

@@ -39,7 +39,10 @@ StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 
 def check_processes(environment: ClusterEnvironment, processes: int, nodes: int) -> None:
-    """Raise ValueError if a machine has too many processes, or if several machines lack environment variables."""
+    """Raise ValueError if a machine has too many processes, or if several machines cannot connect.
+
+    Without a cluster environment, the machines connect through MASTER_ADDR, MASTER_PORT and NODE_RANK.
+    """
     if processes > _MOST:
         raise InvalidValueError(
             f"Expected at most {_MOST} `devices` on this machine, because each device is a process, but got "
@@ -92,8 +95,9 @@ class _Processes(_Meets, _MultiProcessingLauncher):
 class RanksStrategy(ParallelStrategy):
     """The part of a strategy that starts and connects processes. One device on one machine needs only one process.
 
-    The `world_size` is always 1, so that the Trainer's loops do not synchronize at every batch. In hooks of a client's
-    batches, the strategy describes a single process. A client's upload then does not depend on the number of processes.
+    The `world_size` is always 1, so that the Trainer's loops do not synchronize at every batch. While hooks for a
+    client's batches run, the strategy reports a single process. A client's upload then does not depend on the number of
+    processes.
 
     Args:
         accelerator: As in Lightning's strategies.
@@ -109,7 +113,7 @@ class RanksStrategy(ParallelStrategy):
         precision_plugin: Precision | None,
         start_method: StartMethod,
     ) -> None:
-        self.shows_one_process = False  # whether the properties below describe a single process
+        self.shows_one_process = False  # whether the properties below report a single process
         super().__init__(accelerator, None, None, checkpoint_io, precision_plugin)
         one_of(("popen", "spawn", "fork", "forkserver"), start_method=start_method)
         self.num_nodes = 1
@@ -129,7 +133,7 @@ class RanksStrategy(ParallelStrategy):
 
     @property
     def num_nodes(self) -> int:
-        """Number of machines. 1 in hooks of a client's batches."""
+        """Number of machines. The number is 1 while hooks for a client's batches run."""
         return 1 if self.shows_one_process else self._num_nodes
 
     @num_nodes.setter
@@ -150,7 +154,7 @@ class RanksStrategy(ParallelStrategy):
 
     @property
     def expected(self) -> int:
-        """Number of ranks in the whole federation. 1 in hooks of a client's batches."""
+        """Number of ranks in the whole federation. The number is 1 while hooks for a client's batches run."""
         return self.num_nodes * self.num_processes
 
     @property

@@ -57,8 +57,8 @@ class Round:
 
     Args:
         federation: The federation.
-        looks_ahead: Whether the result of an experience may be computed in a later round. The computation is delayed
-            only if the client is certain to train in a later round of the experience.
+        looks_ahead: Whether methods skip `end_experience` in a round if a later round of the experience is certain to
+            compute the client's result again.
     """
 
     def __init__(self, federation: Federation, looks_ahead: bool = True) -> None:

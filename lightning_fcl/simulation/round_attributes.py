@@ -1,4 +1,4 @@
-"""Lists and counters in a round. The changes by each group of clients are recorded and merged over all processes."""
+"""A record of how clients change lists and counters in a round. The record is merged over all processes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RoundAttributes:
     Args:
         attributes: The attributes of each object, by the path of the object.
         ignored: Names of attributes that cannot be merged. More names are added during the round.
-        copies: Whether to copy tensors and arrays, to detect changes in place.
+        copies: Whether to copy tensors, arrays, sets and deques, to detect changes in place.
         loose: The module state that is restored for each client. None: no such state.
         device: The device of this process, for tensors from the devices of other processes.
     """

@@ -127,7 +127,7 @@ def check_trainer(trainer: L.Trainer, federation: Federation) -> None:
             settings = " and ".join(f"`{name}={value}`" for name, value in save_intervals.items() if value)
             raise InvalidValueError(
                 f"Expected a `ModelCheckpoint` with `every_n_epochs` (rounds), but got {settings}, which would save "
-                "the model of a single client within a round.",
+                "a checkpoint within a round, before the server has aggregated the uploads.",
                 hint="Use `every_n_epochs=1` instead.",
                 argument=next(name for name, value in save_intervals.items() if value),
             )

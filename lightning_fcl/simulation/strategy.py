@@ -187,7 +187,7 @@ class FederatedStrategy(RanksStrategy):
 
     @property
     def settings(self) -> FederationSettings:
-        """The federation's settings, which are read during a fit."""
+        """The settings of the federation."""
         return self.federation.settings
 
     @property
@@ -222,7 +222,7 @@ class FederatedStrategy(RanksStrategy):
         self.server.client_store.share_folder(self.ranks)
 
     def connect(self, model: L.LightningModule) -> None:
-        """Add the callback that runs the steps of clients and rounds. State of callbacks is restored later."""
+        """Add the callback that runs the rounds, before a checkpoint restores the states of callbacks."""
         super().connect(model)
         check_parts(model.trainer)
         self.federation.lightning_module = model
@@ -390,7 +390,7 @@ class FederatedStrategy(RanksStrategy):
             raise InvalidValueError(
                 "Expected `weights_only` to be True, but got False. The checkpoints of a federation contain only "
                 "tensors and plain values, so they can always be read with `weights_only=True`.",
-                hint="Leave it out.",
+                hint="Leave `weights_only` out.",
                 argument="weights_only",
             )
         load = super().load_checkpoint

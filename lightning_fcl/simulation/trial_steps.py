@@ -72,7 +72,7 @@ class TrialSteps:
         self.gathered: list[str] = []
 
     def _chosen(self) -> list[tuple[str, IntArray, str]]:
-        """Return two clients, each with its sample indices and their split. Return an empty list without samples."""
+        """Return two tuples of a client, its sample indices and their split. Empty if there are no samples."""
         plan = self._federation.stream.plan
         rows = {client: own for client, own in plan.train[self._progress.round_idx].items() if len(own)}
         largest_clients = sorted(rows, key=lambda client: -len(rows[client]))[:2]

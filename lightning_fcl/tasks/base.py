@@ -25,7 +25,7 @@ from lightning_fcl.models.serialization import Serializable, build_from_config, 
 
 
 class Task(Serializable, L.LightningModule):
-    """A LightningModule that stores its constructor arguments as hyperparameters, in plain data."""
+    """A LightningModule that stores its constructor arguments as hyperparameters that consist of plain data."""
 
     lightning_fcl_protocols: ClassVar[bool] = True
 

@@ -216,7 +216,7 @@ class HARClassifier(Classifier):
         dropout: Dropout probability after the dense layers.
         optimizer: Function that creates a client's optimizer from the parameters. Default: SGD with a learning rate of
             0.01.
-        init: Initial weights as in ``"torch"`` or in ``"keras"``.
+        init: Initial weights as in PyTorch (``"torch"``) or as in Keras (``"keras"``).
         model: A network that replaces HAR-CNN, such as a pretrained network.
     """
 

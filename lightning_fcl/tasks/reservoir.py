@@ -76,7 +76,10 @@ class ReservoirTask(RidgeTask):
         return outputs.transpose(0, 1) if self.features == "steps" else outputs[0]
 
     def readout_inputs(self, x: Tensor) -> Iterator[Tensor]:
-        """Yield the inputs of the readout: blocks (steps, batch, N_R), or one mean or last state (1, batch, N_R)."""
+        """Yield the inputs of the readout in blocks of shape (steps, batch, N_R), where N_R is the size of a state.
+
+        For ``readout="last"`` and ``readout="mean"``, yield a single block with one step.
+        """
         return pool_states(self.reservoir, x, self.features)
 
     def to_network(self) -> ReservoirReadout:
@@ -86,7 +89,11 @@ class ReservoirTask(RidgeTask):
         return network
 
     def readout_pairs(self, x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield inputs (steps, batch, N_R) and targets (steps, batch, outputs) of the readout in blocks of steps."""
+        """Yield inputs and targets of the readout in blocks of steps.
+
+        The inputs have the shape (steps, batch, N_R), where N_R is the size of a reservoir state. The targets have the
+        shape (steps, batch, outputs).
+        """
         targets = self.targets.encode(y)
         per_step = targets.dim() == 3
         if per_step and self.features == "mean":
@@ -221,7 +228,7 @@ class ReservoirClassifier(ReservoirTask):
             or their mean over a sequence (``"mean"``).
         upload: Upload of a client: its ``"statistics"``, or its own solution (``"weights"``).
         targets: One-hot targets as ``"0/1"`` (as in the papers) or ``"-1/1"``.
-        symmetric: Whether only the upper triangle of B is stored and uploaded.
+        symmetric: Whether only the upper triangle of the statistic B is stored and uploaded. `RidgeTask` defines B.
         min_samples: Number of samples below which a client's statistics cause a warning. With ``readout="steps"``, each
             time step after the washout counts as a sample. Default: the size of the reservoir's state.
 

@@ -19,7 +19,8 @@ class RidgeClassifier(RidgeTask):
     """Classification by ridge regression on the features of a frozen network. See `RidgeTask` for its training.
 
     The network is always in evaluation mode, so that its features do not change.
-    `lightning_fcl.callbacks.BaseSession` trains the network and adds the samples of the base session.
+    `lightning_fcl.callbacks.BaseSession` trains the network and adds the samples of the base session. The statistics A
+    and B are defined in `RidgeTask`. An index k stands for client k, and I is the identity matrix.
 
     Args:
         model: Network whose ``embed(x)`` returns features of shape (batch, ``features``).

@@ -141,7 +141,7 @@ class RidgeTask(Task):
             sizes: Number of samples of each client.
 
         Returns:
-            Number of states that were added for each client.
+            Number of readout inputs that were added for each client. A sample has one input, or one for each time step.
         """
         samples = 0
         for states, targets in self.readout_pairs(x, y):

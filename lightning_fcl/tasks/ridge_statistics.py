@@ -36,7 +36,7 @@ class OneHot:
         if y.is_floating_point():
             raise InvalidValueError(
                 f"Expected whole numbers as labels, but got {y.dtype}.",
-                hint="Use `y.long()` for labels, or a `ReservoirRegressor` for numbers.",
+                hint="Use `y.long()` for labels, or a regression task for numbers.",
                 argument="y",
                 value=y.dtype,
             )
@@ -44,7 +44,7 @@ class OneHot:
             wrong = int(y[(y < 0) | (y >= self.num_outputs)][0])
             raise InvalidValueError(
                 f"Expected labels between 0 and {self.num_outputs - 1}, but got {wrong}.",
-                hint="Set `num_classes` to the data's number of classes.",
+                hint="Number the labels from 0, and set `num_classes` to the data's number of classes.",
                 argument="num_classes",
                 value=wrong,
             )
@@ -124,7 +124,10 @@ class ConcatReduction(Reduction):
 
 
 class ConcatRows(ConcatReduction):
-    """A reduction that stacks the rows of the server and of all uploads, and keeps the ``rank`` leading rows."""
+    """A reduction that stacks the rows of the server and of all uploads, and reduces the stack to ``rank`` rows.
+
+    The result contains the leading singular values of the stack times their right singular vectors.
+    """
 
     name = "concat_rows"
 
@@ -139,7 +142,7 @@ class ConcatRows(ConcatReduction):
 
 
 class ConcatGroups(ConcatReduction):
-    """A reduction that joins the groups of all clients: for each group and class, sum of features and sample count.
+    """A reduction that joins the groups of all clients. A group contains a sum of features and a count for each class.
 
     Groups without samples are left out. A client often has samples of few classes in few groups. Therefore, uploads are
     kept as sparse tensors until all uploads of the round are aggregated.
@@ -153,7 +156,7 @@ class ConcatGroups(ConcatReduction):
     def _join_rows(self, rows: Mapping[str, list[Tensor]], server: Mapping[str, Tensor]) -> State:
         sums, counts = (rows[name] for name in _MOMENTS)
         has_samples = torch.stack([value.to_dense() > 0 for value in counts])
-        # Position of each group among the groups with samples of a class.
+        # For each class, the position of each group among the groups with samples of this class.
         places = (has_samples.flatten(0, 1).cumsum(dim=0) - 1).view(has_samples.shape)
         shape = (max(1, int(places.max()) + 1), *sums[0].shape[1:])
         moments = sums[0].new_zeros(shape, layout=torch.strided), counts[0].new_zeros(shape[:2], layout=torch.strided)
@@ -171,8 +174,9 @@ class RidgeStatistics:
     Args:
         names: Names of a and b in the state.
         reductions: Reductions of a, b and the number of samples.
-        add: Function that adds states and targets to a client's a and b.
-        no_unlearning_reason: Reason why the statistics of a client cannot be subtracted. None: they can be subtracted.
+        add: Function that adds inputs of the readout and their targets to a client's a and b.
+        no_unlearning_reason: Reason why the statistics of a client cannot be subtracted. None: the statistics can be
+            subtracted.
         rank: Number of rows of b in an upload, or None for all rows.
     """
 

@@ -34,7 +34,7 @@ from lightning_fcl.zoo.registry import resolve_folder
 from lightning_fcl.zoo.verifying import recipe_parts
 
 MIN_CLIENTS = 3
-"""Minimum number of clients with samples of each class for which statistics (sums) are published."""
+"""Statistics (sums) are published only if each class has samples of at least this number of clients."""
 
 _TENSOR = "tensor"
 _PLAIN = "checkpoint"
@@ -60,7 +60,10 @@ class Continuation:
 
     @cached_property
     def trainer(self) -> L.Trainer:
-        """A Trainer for all rounds of the recipe. The Trainer writes no files, unless you add a logger or callbacks."""
+        """A Trainer for all rounds of the recipe, without a logger.
+
+        The Trainer saves checkpoints only if the recipe has a `ModelCheckpoint`, or if you add one.
+        """
         return self._parts.make_trainer()
 
     @cached_property

@@ -148,7 +148,8 @@ def load_folder(folder: Path, model: nn.Module | None = None, check: bool = True
             raise InvalidValueError(
                 f"Expected {entry.full_name} to return the published outputs for the published input, but the outputs "
                 f"differ by {difference:.2g}, relative to the largest output.",
-                hint="Report an issue with your torch version and processor, or load it with `check=False`.",
+                hint="Report an issue that states your torch version and your processor, or load the network with "
+                "`check=False`.",
                 argument="check",
                 value=difference,
             )
@@ -157,7 +158,7 @@ def load_folder(folder: Path, model: nn.Module | None = None, check: bool = True
 
 def make_network(entry: ModelEntry) -> nn.Module:
     """Return the network of an entry with random weights."""
-    # The initialization draws random weights, which are replaced later. The global generator must not change.
+    # The initialization draws random weights. The global generator must not change.
     with torch.random.fork_rng(devices=[]):
         network = build_from_config(entry.network, "model")
     if not isinstance(network, nn.Module):

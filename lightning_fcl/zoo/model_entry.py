@@ -44,7 +44,8 @@ class ModelEntry:
         measurement: Conversion of the raw values of a device to a sample. None if raw values are samples.
         stored_dtype: Data type in which the file stores 32-bit weights.
         license: Licenses of the ``weights`` and of the ``data``.
-        recipe: Recipe that trained the network: ``paper``, ``row``, ``seed``, ``command``, and ``sha256`` of its text.
+        recipe: Recipe that trained the network: ``paper``, ``row``, ``seed``, ``command`` and other keys. ``sha256`` is
+            the SHA-256 of its settings.
         metrics: Metrics of the network by name. Values of the paper have the prefix ``paper/``.
         limitations: Limitations, one sentence each.
         made_with: Version of each package that the run used, and a description of the machine.

@@ -106,8 +106,9 @@ class PretrainedModel(nn.Module):
     ) -> list[Prediction]:
         """Predict the class of each sample. The arguments are those of `preprocess`. ``sampling_rate_hz`` is ``rate``.
 
-        The probabilities of a least-squares readout are the outputs, clipped at 0 and divided by their sum. These
-        probabilities are not calibrated. If a readout has outputs for each time step, the mean over time steps is used.
+        The probabilities of a least-squares readout are the outputs, clipped at 0 and divided by their sum. Outputs
+        that estimate -1 and 1 are first scaled to the range from 0 to 1. These probabilities are not calibrated. If a
+        readout has outputs for each time step, the mean over time steps is used.
 
         Raises:
             ValueError: If the samples do not match the entry, or the entry has no class names.
@@ -187,7 +188,7 @@ def read_samples(path: Path, entry: ModelEntry) -> NDArray[Any]:
         raise InvalidValueError(
             f"Expected {path} to contain numbers, with the same number of columns in each line, but got: "
             f"{first_line(error)}.",
-            hint="Correct this line of the file, or the whole file if no line is named.",
+            hint="Correct the file. A row number in this message does not count empty lines and the header line.",
         ) from error
     shape, axes, channels = tuple(entry.input_shape), tuple[str, ...](), tuple[str, ...]()
     if entry.measurement is not None and "time" in entry.measurement.axes:

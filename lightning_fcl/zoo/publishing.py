@@ -57,7 +57,7 @@ ENERGY_METRIC = "energy_mj/learnt sample"
 """Energy in mJ to learn from one sample on the default device of `lightning-fcl edge-report`."""
 
 LOST = 1e-3
-"""Largest change of the test accuracy by half precision for which half precision is the default."""
+"""Half precision is the default if it changes the test accuracy by at most this value."""
 
 
 @runtime_checkable
@@ -262,7 +262,10 @@ def metric_spread(entry: ModelEntry) -> dict[str, tuple[float, float, int]]:
 
 
 def _table_row(recipe: Mapping[str, Any]) -> Mapping[str, Cell]:
-    """Return the cells of a recipe's row in the committed table of the paper, by metric. Empty without such a row."""
+    """Return the cells of a recipe's row in the committed table of the paper, by metric.
+
+    Without a committed table or without the row, return an empty mapping.
+    """
     paper, row, configs = (recipe.get(key) for key in ("paper", "row", "configs"))
     if not (paper and configs):
         return {}
@@ -313,7 +316,7 @@ def _metadata(entry: ModelEntry) -> dict[str, Any]:
 
 
 def _rows(entry: ModelEntry, spread: Mapping[str, tuple[float, float, int]]) -> list[list[str]]:
-    """Return a table row for each metric: title, value of the network, mean over seeds, value of the paper."""
+    """Return a table row for each metric: title, value of the network, mean and deviation over seeds, paper's value."""
     rows = []
     for name in dict.fromkeys([*entry.metrics, *spread]):
         if name.startswith("paper/"):

@@ -76,7 +76,10 @@ def download_from_hub(name: str, to_continue: bool) -> Path:
 
 
 def get_repo_head(name: str) -> RepoHead:
-    """Return the newest commit of a repository ``"hf:organization/repository"``. Create the repository if needed."""
+    """Return the newest commit of a repository ``"hf:organization/repository"``, and the entry in this commit.
+
+    A repository that does not exist is created.
+    """
     parts = _REPOSITORY.fullmatch(name)
     if parts is None or parts["commit"] is not None:
         raise InvalidValueError(
@@ -167,7 +170,7 @@ class RegistryEntry:
         return self._entry(self._bring((CONFIG,)))
 
     def download(self, to_continue: bool = False) -> Path:
-        """Download missing files, verify all files, and return the folder with the files.
+        """Download missing files, verify the files, and return the folder with the files.
 
         The folder is in the folder of the registry, or in the cache.
         """
@@ -189,6 +192,12 @@ class RegistryEntry:
                         check_digest(candidate / name, digest)
                     return candidate
         if not self.url:
+            if self.registry_folder != package_folder():
+                raise MissingFileError(
+                    f"Expected the files of {self.folder} in {entry_folder}, but some of them do not exist.",
+                    hint="Copy the missing files to this folder.",
+                    value=self.folder,
+                )
             raise MissingFileError(
                 f"Expected the files of {self.folder} in {entry_folder}, but they are not installed. The package does "
                 "not contain files that are too large, or whose data may not be distributed.",

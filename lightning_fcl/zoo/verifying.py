@@ -105,7 +105,7 @@ def test_accuracy(model: PretrainedModel, stream: FederatedStream) -> float:
 
 
 def packaged_recipe(run: Path, results: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the files, settings and SHA-256 of the package's recipe that a run has used, or {} for another recipe.
+    """Return the files, settings and SHA-256 of the recipe of a run, or {} if the recipe is not in the package.
 
     The comparison ignores the recipe's name and expected numbers, the output folder, and the numbers of devices and
     nodes. The result of a federation does not depend on the number of processes.
@@ -119,7 +119,10 @@ def packaged_recipe(run: Path, results: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _candidates(recipe: Mapping[str, str]) -> Iterator[Recipe]:
-    """Yield the recipes of the package for the paper and row of a run, one for each scale."""
+    """Yield the recipes of the package for the paper and row of a run, one for each scale.
+
+    For a run without a paper, yield the quickstart.
+    """
     if not recipe["paper"]:
         yield Recipe((recipes_folder() / "quickstart.yaml",))
         return

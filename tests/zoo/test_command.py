@@ -50,7 +50,7 @@ def test_zoo_predict_csv_file_prints_labels(small_zoo, digits, capsys):
         ("", "64 columns with one line per sample, but got 0 columns"),
         ("1,2\n3\n", "the same number of columns in each line"),
         ("a,b\n1,x\n", "to contain numbers"),
-        (f"1\n{'x' * 131_072}", "Correct this line"),
+        (f"1\n{'x' * 131_072}", "Correct the file"),
         (f"1\n{'1' * 131_073}", "64 columns"),
         (",".join(["99"] * 64), "between 0.0 and 16.0 pixels of 16, but got 99"),
     ],
