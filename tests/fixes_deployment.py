@@ -320,7 +320,7 @@ ROWS |= {
         argument="model",
     ),
     "files that name each other": Row(
-        follow_file, {"content": "model.yaml"}, {"content": quickstart_model()}, "Write the values into"
+        follow_file, {"content": "model.yaml"}, {"content": quickstart_model()}, "in place of the file name"
     ),
     "file of the working directory": Row(
         name_file,

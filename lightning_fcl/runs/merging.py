@@ -171,7 +171,7 @@ def merge(whole: dict[str, Any], updates: Mapping[str, Any], files: tuple[Path, 
     Args:
         whole: The recipe to change.
         updates: The recipe with the new values. Its names may be dotted.
-        files: Tuple with the file of ``updates``, or an empty tuple. File names in ``updates`` are relative to the file.
+        files: Tuple with the file of ``updates``, or an empty tuple. Names in ``updates`` are relative to this file.
     """
     _merge(whole, updates, _Place(files=files, sections=True))
 

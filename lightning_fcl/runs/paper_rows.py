@@ -89,7 +89,7 @@ class Row:
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe of the files and settings. If `expected` is set, its ``recipe`` contains `title` and `expected`."""
+        """The recipe of the files and settings. If `expected` is set, `expected` and the title are added."""
         recipe = Recipe((*self.configs, *self.settings))
         if self.expected is None:
             return recipe

@@ -106,8 +106,8 @@ def check_checkpoint(
     counts = [*counts.values()] if isinstance(counts, dict) else []
     if not 0 <= epoch <= rounds or not counts or any(count not in (epoch, epoch + 1) for count in counts):
         raise InvalidValueError(
-            f"Expected `epoch` of the checkpoint {path} to match the epoch counters of its training loop and to be "
-            f"between 0 and {rounds}, but got {epoch}. The counters are: {format_code_names(counts) or 'missing'}.",
+            f"Expected `epoch` of the checkpoint {path} to be between 0 and {rounds}, and to match the epoch counters, "
+            f"but got {epoch}. The epoch counters are: {format_code_names(counts) or 'missing'}.",
             hint="Resume from another checkpoint.",
             argument="epoch",
             value=epoch,

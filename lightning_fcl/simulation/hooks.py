@@ -68,7 +68,7 @@ def common_batches(federation: Federation) -> int:
 
 
 class FitHooks(Callback):
-    """The Trainer's first callback. It runs the steps of a round between batches, and adds client states to checkpoints.
+    """The Trainer's first callback. It runs a round's steps between batches, and saves client states in checkpoints.
 
     Args:
         federation: The federation.

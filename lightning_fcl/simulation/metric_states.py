@@ -57,8 +57,8 @@ def is_mergeable(metric: Metric) -> bool:
     """Return whether the states of clients that trained separately can be merged into one state.
 
     A tensor state whose ``dist_reduce_fx`` is None is stacked over clients, as torchmetrics does for several processes.
-    The metric then has to reduce the stack in `compute`. A call of `compute` with three default states tests whether the
-    metric does so.
+    The metric then has to reduce the stack in `compute`. A call of `compute` with three default states tests whether
+    the metric does so.
     """
     if isinstance(metric, Running):  # The window contains the last updates of only one process.
         return False

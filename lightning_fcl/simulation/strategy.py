@@ -68,8 +68,8 @@ class FederatedStrategy(RanksStrategy):
     epochs, and upload. The server aggregates each tensor by its reduction. After the last client, the new server state
     is loaded into the LightningModule. Validation and epoch-end hooks then use the server state.
 
-    Before each client, state that is not in the module's `state_dict`, such as non-persistent buffers and attributes,
-    is reset to its value at the start of the round. A warning lists attributes that cannot be reset.
+    Before each client, state that is not in the module's `state_dict` is reset to its value at the start of the round.
+    Examples are non-persistent buffers and attributes. A warning lists attributes that cannot be reset.
 
     Args:
         participation: Share or number of clients that are sampled for each round. A float is a share of all clients,
@@ -390,7 +390,7 @@ class FederatedStrategy(RanksStrategy):
             raise InvalidValueError(
                 "Expected `weights_only` to be True, but got False. The checkpoints of a federation contain only "
                 "tensors and plain values, so they can always be read with `weights_only=True`.",
-                hint="Leave `weights_only` out.",
+                hint="Leave it out.",
                 argument="weights_only",
             )
         load = super().load_checkpoint

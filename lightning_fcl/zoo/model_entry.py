@@ -13,6 +13,7 @@ from lightning_fcl.errors import InvalidValueError, MissingFileError
 from lightning_fcl.io.checksums import check_digest, read_checksums, sha256, write_checksums
 from lightning_fcl.io.reading import REDOWNLOAD_HINT
 from lightning_fcl.io.safe_yaml import parse_dataclass, read_yaml
+from lightning_fcl.validation import format_names
 
 CHECKSUMS_FILE = "files.txt"
 """File that lists an entry's files with their SHA-256."""
@@ -71,11 +72,12 @@ class ModelEntry:
 
     def __post_init__(self) -> None:
         check_name(self.name)
-        if self.version < 1 or bool(self.classes) == (self.output_kind == "features"):
+        if self.version < 1:
+            raise InvalidValueError(f"Expected `version` of {self.name} to be at least 1, but got {self.version}.")
+        if bool(self.classes) == (self.output_kind == "features"):
             raise InvalidValueError(
-                f"Expected {self.name} to have a version of at least 1, and to have classes if and only if "
-                f"`output_kind` is not features, but got version={self.version}, {len(self.classes)} as the number of "
-                f"classes and output_kind={self.output_kind}."
+                f"Expected {'no ' if self.classes else ''}class names for {self.name}, whose `output_kind` is "
+                f"{self.output_kind}, but got {format_names(self.classes) or 'none'}."
             )
         if self.measurement is not None and list(self.measurement.shape) != list(self.input_shape):
             raise InvalidValueError(

@@ -17,7 +17,7 @@ from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.edge.export import export_onnx
 from lightning_fcl.models.backbone import example_input
 from lightning_fcl.models.ridge import unpack_upper
-from lightning_fcl.zoo.model_entry import CARD, CHECK, CONTINUE, WEIGHTS
+from lightning_fcl.zoo.model_entry import CARD, CHECK, CONTINUE, WEIGHTS, ModelEntry
 from lightning_fcl.zoo.publishing import metric_spread, model_card
 from lightning_fcl.zoo.registry import get_entry, list_models, package_folder, resolve_folder
 
@@ -53,6 +53,19 @@ def test_entry_check_input_is_seeded_noise(name):
     draw = torch.rand if "models.frozen_backbone" in str(get_entry(name).entry.network) else torch.randn
     sample = draw(2, *get_entry(name).entry.input_shape, generator=torch.Generator().manual_seed(0))
     assert torch.allclose(load_file(resolve_folder(name) / CHECK)["input"], sample, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("version", "output_kind", "classes", "message"),
+    [
+        (0, "logits", ["x"], "Expected `version` of a to be at least 1, but got 0."),
+        (1, "logits", [], "Expected class names for a, whose `output_kind` is logits, but got none."),
+        (1, "features", ["x", "y"], "Expected no class names for a, whose `output_kind` is features, but got x, y."),
+    ],
+)
+def test_entry_contradicting_arguments_raises(version, output_kind, classes, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        ModelEntry("a", version, "A network.", {}, output_kind, classes, [2])
 
 
 @pytest.mark.parametrize("name", NAMES)
