@@ -128,12 +128,13 @@ class Evaluator:
         requests = (BatchRequest(self.rows[place], seed, (*key, int(place[0]))) for place in places)
         for positions, batch in zip(places, self.stream.read_batches(requests, self.split_name), strict=True):
             if not (isinstance(batch, list) and len(batch) > 1 and isinstance(batch[1], Tensor)):
-                found = f"a {type(batch).__name__}"
+                description = f"a {type(batch).__name__}"
                 if isinstance(batch, list):
-                    found += f" of {len(batch)}" + (f" with a {type(batch[1]).__name__} as item 1" if batch[1:] else "")
+                    description += f" of {len(batch)}"
+                    description += f" with a {type(batch[1]).__name__} as item 1" if batch[1:] else ""
                 raise InvalidTypeError(
                     "Expected each batch to be a list of inputs and a tensor of targets for `ContinualMetrics`, "
-                    f"but got {found}.",
+                    f"but got {description}.",
                     hint="Return pairs from the dataset, or use a module whose `forward` does not return logits, and "
                     "log metrics in its `test_step`.",
                 )

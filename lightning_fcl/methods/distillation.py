@@ -129,8 +129,10 @@ class FLwF(FLwF2T):
     beta: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self.beta = 1 - self.alpha
+        # The fields are checked before alpha is subtracted.
+        self.beta = 0.0
         super().__post_init__()
+        self.beta = 1 - self.alpha
 
 
 @dataclass(eq=False)

@@ -144,10 +144,10 @@ class Replay(Method):
         stream: Any = trainer.datamodule  # type: ignore[attr-defined]
         federation = find_federation(trainer)
         if federation is None or not len(stream.plan.base_samples):
-            got = "a Trainer without a federation" if federation is None else stream
+            source = "a Trainer without a federation" if federation is None else stream
             raise InvalidValueError(
                 'Expected a federation whose stream has a base session, as with `scenario="odfcl"`, for '
-                f"`include_base=True`, but got {got}.",
+                f"`include_base=True`, but got {source}.",
                 hint="Leave `include_base` out.",
                 argument="include_base",
                 value=self.include_base,

@@ -104,7 +104,7 @@ def test_participation_keeps_int_or_float_type(tiny, given):
             {"data": {"partition": {"class_path": "Dirichlet", "init_args": {"alhpa": 1}}}},
             "got `alhpa`. Did you mean alpha?",
         ),
-        ({"data": {"split": {"test": 0.0}}}, "`test` to be above 0"),
+        ({"data": {"split": {"test": 0.0}}}, "Set `split=Split(test=0.2)` of the stream"),
         ({"trainer": {"val_check_interval": "x"}}, "that Lightning accepts, but got: Invalid time format"),
         (
             {"data": {"scenario": {"init_args": {"num_experiences": 0.001}}}},

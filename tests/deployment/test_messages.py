@@ -42,7 +42,7 @@ def test_unpack_array_of_wrong_type_or_shape_raises(form):
     array = record.array_records["arrays"]["w"]
     array.dtype, array.shape = form
     with pytest.raises(
-        RejectedMessageError, match=r"Expected `w` to have a supported type .*, but got 12 bytes of type torch"
+        RejectedMessageError, match=r"Expected `w` to have a supported type, .*, but got 12 bytes of type torch"
     ):
         unpack(record)
 
