@@ -147,8 +147,8 @@ def _run_command(arguments: Sequence[str] | None) -> None:
         message = "Expected Python with docstrings, which charts and options need, but got Python without docstrings."
         parser.exit(2, f"lightning-fcl: error: {message} Unset PYTHONOPTIMIZE, and run Python without -OO.\n")
     # Recipes can name classes of modules in the working directory, as under `python -m`. Workers inherit `sys.path`.
-    # The working directory comes last, so that its files do not shadow installed modules. The folder of the recipe is
-    # not added, so that the `config.yaml` of a run imports the same modules as the recipe.
+    # The working directory comes last, so that its files do not shadow installed modules.
+    # The folder of the recipe is not added, so that `config.yaml` of a run imports the same modules as the recipe.
     try:
         working_folder = str(Path.cwd())
     except FileNotFoundError:

@@ -90,8 +90,8 @@ class FederatedStream(L.LightningDataModule):
     def __init__(
         self,
         data: StreamData = "digits",
-        # The default is not "ClassIncremental". Otherwise, jsonargparse would pass the arguments of `ClassIncremental`
-        # to the class that a user selects.
+        # With the default "ClassIncremental", jsonargparse would pass the arguments of `ClassIncremental` to the class
+        # that a user selects. Therefore the default is None.
         scenario: Scenario | str | None = None,
         partition: Partition | str | None = None,
         split: Split | None = None,

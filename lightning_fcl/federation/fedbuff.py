@@ -258,8 +258,8 @@ class BufferedServer(FederatedServer):
         self._round = current_round
         # The round after the last finished round.
         self._following = 0
-        # The server's state at the start of a round, by round index. Contains the current round, and each round in
-        # which a client in flight downloaded the state.
+        # The server's state at the start of a round, by the index of the round.
+        # The rounds are the current round, and the rounds in which clients that still train have downloaded the state.
         self._versions: dict[int, State] = {}
 
     def start_round(
