@@ -1551,7 +1551,7 @@ ROWS |= {
         fit_reservoir,
         {"callbacks": [IntrinsicPlasticity()]},
         {"rounds": 2},
-        "Raise `max_epochs`, and with a `FederatedStream` also its `rounds_per_experience`.",
+        "Raise `max_epochs`. With a `FederatedStream`, also raise `rounds_per_experience` of its `scenario`.",
     ),
     "unlearning after the last round": Row(
         lambda lab, round_idx: fit_reservoir(lab, callbacks=[Unlearning({"0": round_idx})]),

@@ -252,7 +252,7 @@ def read_comment(lab, size):
 
 
 def weights_of(lab):
-    """Check the digest of the weights of the copied model. The first call deletes the weights."""
+    """Check the digest of the weights of the copied model. The first call deletes the weights before the check."""
     path = lab.entry() / WEIGHTS
     if not hasattr(lab, "digest"):
         lab.digest = sha256(path)

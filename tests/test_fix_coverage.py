@@ -53,7 +53,7 @@ TRIED_ELSEWHERE: dict[str, list[str]] = {
     "Set them next to `data`": [
         "tests/deployment/test_node_data.py::test_recipe_table_sets_columns_classes_and_scale",
     ],
-    "Name the file of this client.": [
+    "Set `data` to the file with the training data of this client.": [
         "tests/deployment/test_node_data.py::test_read_data_invalid_part_raises_with_fix"
     ],
     "Remove the samples that the server does not use.": [

@@ -163,7 +163,7 @@ class Search:
             values = pd.to_numeric(trials[self.objective]).dropna()
             order = values.sort_values(ascending=self.direction == "minimize", kind="stable").index
             points = tuple(
-                {key: _value(trials[key][row], what) for key, what in self.distributions.items()} for row in order
+                {key: _value(key, trials[key][row], what) for key, what in self.distributions.items()} for row in order
             )
         if not points:
             raise MissingValueError(
@@ -238,17 +238,19 @@ def _distribution(key: str, parameter_space: Any) -> BaseDistribution:
     )
 
 
-def _value(text: str, distribution: BaseDistribution) -> Any:
-    """Return the value of a setting from its text in `trials.csv`."""
+def _value(name: str, text: str, distribution: BaseDistribution) -> Any:
+    """Return the value of the setting ``name`` from its text in `trials.csv`."""
     if isinstance(distribution, CategoricalDistribution):
         choices_by_text = {str(choice): choice for choice in distribution.choices}
         if text not in choices_by_text:
-            raise ValueError(f"{text}, which is not one of {', '.join(choices_by_text)}")
+            raise ValueError(f"the value {text} of `{name}`, which is not one of {', '.join(choices_by_text)}")
         return choices_by_text[text]
     assert isinstance(distribution, IntDistribution | FloatDistribution)
     value = int(text) if isinstance(distribution, IntDistribution) else float(text)
     if not distribution.low <= value <= distribution.high:
-        raise ValueError(f"{text}, which is not between {distribution.low} and {distribution.high}")
+        raise ValueError(
+            f"the value {text} of `{name}`, which is not between {distribution.low} and {distribution.high}"
+        )
     return value
 
 

@@ -242,7 +242,7 @@ def _check_part(path: Path, split: NDArray[Any] | None, for_server: bool) -> Non
     if not for_server:
         raise InvalidValueError(
             f"Expected training data, but {path} has the array `part`, which only the test data of a server has.",
-            hint="Name the file of this client.",
+            hint="Set `data` to the file with the training data of this client.",
             argument="data",
         )
     for row in np.flatnonzero(~np.isin(split, _PARTS))[:1]:

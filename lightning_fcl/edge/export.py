@@ -131,7 +131,7 @@ def export_int8_onnx(
         if (share := float(matches.double().mean())) < agreement:
             raise InvalidValueError(
                 f"Expected a share of at least {agreement} of the predictions to equal PyTorch's predictions, but the "
-                f"share is {share:.2f} (number of predictions: {len(example)}). Nothing was written.",
+                f"share is {share:.4g} (number of predictions: {len(example)}). Nothing was written.",
                 hint="Pass more inputs in `calibration`, like those of `example`, or use `export_onnx`.",
                 argument="agreement",
                 value=share,

@@ -208,9 +208,9 @@ def group_chart(record: Record, curves_by_model: Curves) -> Spec | None:
 
 
 def accuracy_matrix_chart(record: Record) -> Spec | None:
-    """Return the heat map of the value on each task after each task, for the selected model.
+    """Return the heat map of the selected model's value on each task (column) in the rounds of each task (row).
 
-    The result is None if no tested model has several tasks.
+    Each cell is the mean over the rounds of the row's task. The result is None if no tested model has several tasks.
     """
     matrix_by_model, quantity = matrices(record), get_quantity(record)
     if not matrix_by_model:

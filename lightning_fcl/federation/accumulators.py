@@ -49,7 +49,10 @@ class AddsClientGroups(Protocol):
 
 @runtime_checkable
 class Reorders(Protocol):
-    """An `Accumulator` that keeps single uploads. The `Aggregator` sorts the uploads by client before `compute`."""
+    """An `Accumulator` that stores each upload separately.
+
+    Before `compute`, the `Aggregator` calls `reorder`, so that the uploads are in the order of the clients.
+    """
 
     def reorder(self, order: Sequence[int]) -> None:
         """Sort the uploads by client. ``order[i]`` is the current position of the upload that moves to position i."""

@@ -81,10 +81,10 @@ def to_float64(values: Tensor) -> Tensor:
 
 @dataclass
 class _Limb:
-    """A part of an exact sum, as integers in units of 2^exponent.
+    """A part of an exact sum: one integer for each element, in units of 2^exponent.
 
-    ``total`` is the sum of the integers plus an offset for each added number. ``offsets`` is the sum of these offsets.
-    ``bound`` is an upper bound of the integers' absolute values.
+    ``total`` contains these sums plus ``offsets``, the sum of the offsets of all added numbers. ``bound`` is an upper
+    bound of the absolute values of the sums without the offsets.
     """
 
     exponent: int

@@ -97,7 +97,7 @@ class Obstacle:
 
 
 class ObstacleError(ValueError):
-    """An error for an obstacle that was found in a training step."""
+    """An error for an obstacle that was found by a check of vectorized training."""
 
     def __init__(self, reason: Reason, *details: object) -> None:
         self.obstacle = Obstacle(reason, details)

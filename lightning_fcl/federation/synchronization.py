@@ -263,7 +263,7 @@ class Participation:
             )
         if swarm is not None and synchronization is not None:
             raise InvalidValueError(
-                f"Expected no `swarm` with `synchronization`, but got {swarm.fingerprint()}. "
+                "Expected either `swarm` or `synchronization`, but got both. "
                 f"`{type(synchronization).__name__}` requires a server, which a swarm does not have.",
                 hint="Remove `swarm` or `synchronization`.",
                 argument="swarm",

@@ -25,7 +25,8 @@ _TOLERANCE = 4e-9
 _PIECE = 16384
 # Number of coordinates per part of the result. A part stays in the cache while gradients are added to it.
 _STRETCH = 2**18
-# Gradients with at least this number of coordinates are summed in their own precision.
+# Minimum number of coordinates of gradients that are summed in their own precision. Shorter gradients, and sums whose
+# large terms cancel, are computed in double precision.
 _LONG = 100_000
 # Index of the first solver to try: 0 for quadprog, 1 for the solver in NumPy.
 _FIRST = 0 if find_spec("quadprog") else 1

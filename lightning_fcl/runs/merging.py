@@ -329,7 +329,7 @@ def _find_entry(entries: Sequence[Any], value: Mapping[str, Any]) -> tuple[int, 
         raise UnknownNameError(
             f"Expected one {name} in a list, but the list contains {', '.join(names)}."
             if names
-            else f"Expected an entry for `{name}` in a list, but the list is empty.",
+            else f"Expected an entry for `{name}` in a list of the recipe, but the list is empty. Add the entry first.",
             hint=did_you_mean(name, names),
             value=name,
         )

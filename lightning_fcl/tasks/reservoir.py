@@ -37,8 +37,9 @@ class PlasticityRule(Protocol):
 class ReservoirTask(RidgeTask):
     """An echo state network with a ridge readout. See `lightning_fcl.tasks.ridge_base.RidgeTask` for its training.
 
-    `lightning_fcl.callbacks.IntrinsicPlasticity` adapts the reservoir in rounds before the training of the readout. The
-    arguments are described in `lightning_fcl.ReservoirClassifier`.
+    `lightning_fcl.callbacks.IntrinsicPlasticity` adapts the reservoir in rounds before the training of the readout.
+    ``targets`` encodes the targets of the readout: `OneHot` or `RealTargets`. The other arguments are described in
+    `lightning_fcl.ReservoirClassifier`.
     """
 
     def __init__(

@@ -187,7 +187,11 @@ class RidgeStatistics:
     rank: int | None = None
 
     def allocate_rows(self, b: Tensor, clients: Sequence[ClientRound]) -> Tensor:
-        """Return b with additional rows for all samples, so that no row is truncated. Without ``rank``, return b."""
+        """Return b with additional rows of zeros, one for each sample of the client with the most samples.
+
+        With these rows, b does not have to be reduced to its leading rows during training. Without ``rank``, b is
+        returned unchanged.
+        """
         return b if self.rank is None else F.pad(b, (0, 0, 0, max(part.num_samples for part in clients)))
 
     def finish(self, b: Tensor) -> Tensor:

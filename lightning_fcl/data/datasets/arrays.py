@@ -306,11 +306,16 @@ class Measurement:
         # "of 255" is a unit of pixels.
         units = [re.sub(r"(?:.* )?of (\d+)", r"0 to \1", unit) for unit in self.units]
         names = ", ".join(f"{name} ({unit})" if unit else name for name, unit in zip(self.channels, units, strict=True))
-        scope_names = {"data": "the training data", "sample": "each sample", "person": "all samples of a person"}
+        scope_names = {
+            "data": "the training data",
+            "sample": "each sample",
+            "person": "all passed samples, which must be of one person",
+        }
         rate_text = f" at {self.sampling_rate_hz:g} Hz" if self.sampling_rate_hz else ""
-        scale = "Scaled to the range from 0 to 1"
+        scale = "`predict` takes raw values, and scales them to the range from 0 to 1"
         if any(self.mean or (1,)) or self.std != self.high:
-            scale = f"Standardized with the mean and standard deviation of {scope_names[self.scaled_over]}"
+            scale = "`predict` takes raw values, and standardizes them with the mean and standard deviation of "
+            scale += scope_names[self.scaled_over]
         return f"shape ({size}){rate_text}. Channels: {names}. {scale}"
 
 
