@@ -113,7 +113,8 @@ class IntrinsicPlasticity(Method):
             raise InvalidValueError(
                 "Expected at least two rounds (epochs) per experience for `IntrinsicPlasticity`, but got one. The last "
                 "round fits the readout, and no round is left to adapt the reservoir.",
-                hint="Raise `max_epochs`. With a `FederatedStream`, also raise `rounds_per_experience` of its `scenario`.",
+                hint="Raise `max_epochs`. With a `FederatedStream`, also raise `rounds_per_experience` of its "
+                "`scenario`.",
                 argument="max_epochs",
             )
 
