@@ -441,7 +441,10 @@ def test_tune_oserror_stops_search_without_failed_trial(search, tmp_path, error_
         ({"sampler": "grid", "space": {LR: {"low": 0.0, "high": 1.0}}}, f"choices or a `step` for `{LR}`"),
         ({"space": {"data.batch_sise": [8]}}, "but got `data.batch_sise`. Did you mean data.batch_size?"),
         ({"space": {"data.batch_size": ["many"]}}, "Expected `fit` to accept many for data.batch_size, but"),
-        ({"space": {"trainer.callbacks.Repaly.max_size": [5]}}, "the list contains FLwF2T, Replay. Did you mean Replay?"),
+        (
+            {"space": {"trainer.callbacks.Repaly.max_size": [5]}},
+            "the list contains FLwF2T, Replay. Did you mean Replay?",
+        ),
         ({"space": {"trainer.callbacks.Replay.memory_sise": [5]}}, "but got `memory_sise`. Did you mean memory_size?"),
         ({"objective": "accuracy", "direction": "maximize"}, "`objective` to be one of general_accuracy/server"),
     ],
