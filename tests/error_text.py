@@ -190,7 +190,7 @@ class Analysis:
             self._waiting.update(dict.fromkeys(self._readers.get(cell, ())))
 
     def is_exception(self, name: str) -> bool:
-        """Return whether a class of this name is an exception class."""
+        """Return whether a class of this name is an exception class. Built-in warnings do not count."""
         if name not in self._is_exception:
             self._is_exception[name] = False  # ends the recursion if a base class has the same name
             known = self.classes.get(name)
@@ -685,9 +685,10 @@ class Evaluation:
             self.write(name, one)
 
     def call_unknown(self, node: ast.Call, given: Arguments) -> int:
-        """Return the labels of the result of an unknown function, which are the labels of its arguments.
+        """Return the labels of the result of an unknown function.
 
-        Functions among the arguments, as in `map` or `partial`, are called with the other arguments.
+        The result has the labels of the arguments. Functions among the arguments, as in `map` or `partial`, are called
+        with the other arguments. The labels of the results of these calls are added.
         """
         if not given.all:
             return 0

@@ -1244,7 +1244,7 @@ def packaged(lab, setting=None):
 
 
 def without_weights(lab):
-    """Load a model whose weights are not in the separate zoo."""
+    """Load a model from a separate zoo. The first call moves the weights out of this zoo."""
     if not (lab.folder / "zoo").exists():
         weights = lab.entry() / WEIGHTS
         weights.rename(lab.folder / WEIGHTS)

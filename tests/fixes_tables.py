@@ -29,7 +29,7 @@ TABLES = (
 ROWS = {name: row for table in TABLES for name, row in table.ROWS.items()}
 SECONDS = set().union(*(table.SECONDS for table in TABLES))
 
-# Tables of files, commands and deployments. Their rows use different fixtures.
+# Tables of files, commands and deployments. Their rows use other fixtures than the rows of `TABLES`.
 FILE_TABLES = (fixes_files, fixes_commands, fixes_deployment)
 FILE_ROWS = {name: row for table in FILE_TABLES for name, row in table.ROWS.items()}
 FILE_SECONDS = set().union(*(table.SECONDS for table in FILE_TABLES))

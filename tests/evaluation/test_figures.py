@@ -239,7 +239,7 @@ def test_write_figures_communication_equals_sums_by_hand(tmp_path, drawn):
     shown = {"all": {"first": "A", "second": "B", "third": "C"}, "one": {"third": "C"}}
     write_figures(tmp_path, [figure(kind="communication", panels=shown)], rows)
     # Rounds alternate between one and two training clients. In round r, a client sends 1000 + 100 r bytes and receives
-    # 3000 bytes.
+    # 3000 bytes. In the run with scale 3, both numbers are 3 times as large.
     up, down = sum((1 + r % 2) * (1000 + 100 * r) for r in range(6)), 9 * 3000
     bars = drawn[0]["datasets"]["volumes all"]
     expected = [[0, 2 * up], [2 * up, 2 * up + 2 * down], *2 * [[0, up], [up, up + down]]]

@@ -137,7 +137,7 @@ def test_leaderboard_column_direction_prefers_the_good_run():
 
 
 def test_metric_units_scale_with_bytes_and_seconds_of_the_record():
-    """Metrics in bytes or seconds are proportional to the record's bytes or seconds. Other metrics do not change."""
+    """Metrics in bytes or seconds are proportional to the record's bytes or simulated seconds. Others do not change."""
     record = run_of(ACCURACY, True)
     before = summarize(record)
     for unit, names in {"B": ("upload_bytes", "download_bytes"), "s": ("simulated_seconds",)}.items():

@@ -163,7 +163,7 @@ def test_accumulator_memory_of_mean_and_sum_is_constant(reduction, held):
 
 def test_accumulate_copies_uploads():
     aggregator, shared = aggregator_of(w="median", v="mean"), {"w": torch.zeros(1), "v": torch.zeros(1)}
-    # A strategy trains all clients in one module, so all uploads use the same tensors.
+    # In sequential training, all clients train in one module, so their uploads share tensors.
     for value in (1.0, 2.0, 9.0):
         shared["w"].fill_(value)
         shared["v"].fill_(value)

@@ -271,7 +271,7 @@ def uploads_of(clients, seed=0):
 @pytest.mark.parametrize("reduction", ["mean", "sparse_mean", "sum", "median", "trimmed_mean", "krum"])
 def test_reductions_any_order_and_grouping_is_bitwise_identical(reduction):
     values, weights = uploads_of(9)
-    # Equal uploads have equal distances in Krum. Zeros with different signs test the median.
+    # Two clients upload equal weights. Zeros with different signs test the median.
     values["weight"][4] = values["weight"][7]
     values["weight"][:, 0, 0] = torch.tensor([0.0, -0.0] * 4 + [0.0])
     server = {name: value[0] * 3 for name, value in values.items()}

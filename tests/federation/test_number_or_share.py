@@ -44,7 +44,7 @@ def test_connectivity_integer_one_warns_once(warnings_of):
         )
         assert warnings_of(EchoStateNetwork, 3, **options, **{name: 1.0}) == []
         assert warnings_of(EchoStateNetwork, 3, **options, **{name: 2}) == []
-    # With a single input, 1 and 1.0 have the same meaning.
+    # With a single input or a single unit, 1 and 1.0 have the same meaning.
     assert warnings_of(EchoStateNetwork, 1, units=4, input_connectivity=1) == []
     assert warnings_of(EchoStateNetwork, 3, units=1, recurrent_connectivity=1) == []
 

@@ -87,7 +87,7 @@ def test_extra_entries_do_not_change_module_but_count_bytes():
         results.append((copy.deepcopy(module.state_dict()), server.record))
     assert all(torch.equal(results[0][0][name], results[1][0][name]) for name in results[0][0])
     plain, more = (record for _, record in results)
-    # Clients do not download a sum. They upload one bit for each of six prototype elements, and the nonzero elements.
+    # Clients do not download a sum. They upload 3 counts, 1 bit for each of 6 prototype elements, and nonzero elements.
     sparse = [1 + 4 * int(row.count_nonzero()) for row in SENT["Method.prototypes"]]
     for client, own in zip("ab", sparse, strict=True):
         assert more.upload_bytes[client] - plain.upload_bytes[client] == 3 * 4 + min(own, 24)

@@ -102,8 +102,8 @@ def test_accumulate_grad_batches_equals_hand_written_loop(
     assert differ(expected, by_hand(start, stream, OPTIMIZERS[optimizer], every if clip else 1))
     assert trainer.accumulate_grad_batches == every  # The fit restores the user's value.
     lengths = {-(-len(rows) // 8) % 2 for current in stream.plan.train for rows in current.values()}
-    # Some clients have an even number of batches, and some have an odd number. With an odd number, the last group is
-    # incomplete.
+    # Some clients have an even number of batches per epoch, and some have an odd number. With an odd number, a
+    # group of two batches spans both epochs.
     assert lengths == {0, 1}
 
 

@@ -130,9 +130,10 @@ def test_closed_form_solutions_are_averaged_by_samples(fit, make_stream, clients
 
 
 class Anchored(Method):
-    """A user-defined method that penalizes the distance to an average of the client's last and received models.
+    """A user-defined method with two penalties: on the distance of a weight to an anchor, and on large features.
 
-    Random entries of the client's last model are set to 0 when the model is stored.
+    The anchor is the average of the weight that the client has stored and the received weight. The client stores its
+    trained weight with random elements set to 0.
     """
 
     def prepare_client_state(self, client):

@@ -334,7 +334,7 @@ class ChosenError(Exception):
 
 
 def choice(fit, monkeypatch, task, stream, methods=(), **options):
-    """Return the chosen trainer's type, the reason against padding or None, and the choice's CPU time in seconds."""
+    """Return the chosen trainer's type, the reason for sequential training or None, and the choice's CPU time in s."""
     found = []
 
     def choose(*args):
@@ -430,7 +430,7 @@ def test_method_trial_leaves_no_changes(fit, monkeypatch):
 KINDS = [kind for kind in (getattr(library, name) for name in library.__all__) if isinstance(kind, type)]
 KINDS = {kind.__name__: kind for kind in KINDS if issubclass(kind, Method) and kind is not Method}
 OF_OTHER_TASKS = {"DyToxMethod", "FedWEIT", "IntrinsicPlasticity", "LVTMethod", "LoRM", "TARGET", "Unlearning"}
-"""Methods that need a special network. Other tests compare vectorized and sequential training of these methods."""
+"""Methods that need a special network, task or data. Other files test these methods."""
 
 
 @pytest.mark.parametrize("name", sorted(KINDS.keys() - OF_OTHER_TASKS))

@@ -69,8 +69,9 @@ def test_apfl_and_ditto_shared_model_bitwise_equals_fedavg(fit, make_stream, opt
 
 
 def by_hand(task, stream, alpha0, alpha_lr, keep=False, strength=0.0):
-    """Train the shared model w and personal models v by the paper's Algorithm 1, or by Ditto if ``strength`` > 0.
+    """Train the shared model w and personal models v by the paper's Algorithm 1.
 
+    With ``alpha0=1``, ``alpha_lr=0`` and a ``strength`` above 0, the personal models are those of Ditto.
     Return w, the dict of v by client, and the dict of the weights alpha by client.
     """
     w = copy.deepcopy(task)

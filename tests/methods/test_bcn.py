@@ -102,8 +102,8 @@ def test_bcn_without_players_equals_plain_replay(make_task, samples, train, asse
     assert_same(task, copied)
 
 
-# The pool starts with the 20 stored samples. A batch of 12 has stored samples only. A batch of 25 has the 20 stored
-# samples and 5 new samples.
+# The pool starts with the 20 stored samples. A batch of 12 has stored samples only. A batch of 25 has all 20
+# stored samples, and new samples.
 @pytest.mark.parametrize("batch", [12, 25])
 @pytest.mark.parametrize(
     "players",

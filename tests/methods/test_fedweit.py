@@ -414,7 +414,7 @@ def test_fedweit_one_mask_penalty_equals_hand_written():
 @pytest.mark.seconds
 @pytest.mark.parametrize("kb_size", [0, None])
 def test_fedweit_one_mask_continues_across_tasks(fit, kb_size):
-    """The mask is trained across tasks, and a drift target is stored for each task.
+    """The mask is trained across tasks, and a drift target is stored for each task except the last one.
 
     Predictions for past tasks use the current weights.
     """

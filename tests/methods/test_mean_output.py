@@ -221,7 +221,7 @@ def test_plain_trainer_each_fit_is_a_session(make_task, samples, train, by_hand,
 
 
 def test_domain_incremental_vectorized_equals_sequential(fit, make_stream, make_task, assert_same):
-    """Without classes per experience, the new classes of a batch are the classes that the client has not seen before.
+    """Without classes per experience, a class of a batch is new if no earlier experience of the client had it.
 
     The highest label differs from client to client. The last batch of client 1 has one sample, which vectorized
     training pads.

@@ -61,7 +61,7 @@ class SameDraws(Callback):
 
 
 class Local(Method):
-    """A method that overrides hooks that no method of the library uses in a plain Trainer."""
+    """A method that overrides hooks for local epochs, uploads, statistics and the server's state."""
 
     reductions: ClassVar = {"sums": "sum", "kept": "constant"}
 

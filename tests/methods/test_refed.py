@@ -69,7 +69,7 @@ def test_sample_importance_tiny_lr_equals_shared_model_gradients(make_task, samp
 
 
 class Memories(Callback):
-    """Records the server's model, the client states and the number of replay samples of each round."""
+    """Records for each round: the server's model, the client states, and each client's number of replay samples."""
 
     def __init__(self):
         self.models, self.kept, self.rehearsed = [], [], []
@@ -102,7 +102,7 @@ def test_refed_keeps_samples_with_largest_importance(fit, make_stream, linear):
             assert torch.equal(memory["x"], x[chosen]) and torch.equal(memory["y"], y[chosen])
             torch.testing.assert_close(layer_of(task, memory), end, rtol=1e-4, atol=1e-5)
     sent = {entry["upload_bytes"]["0"] for entry in metrics.record["rounds"]}
-    # All rounds upload the same number of bytes.
+    # Client 0 uploads the same number of bytes in all rounds.
     assert len(sent) == 1
 
 

@@ -12,7 +12,7 @@ from lightning_fcl.errors import InvalidValueError, UnknownNameError
 from lightning_fcl.models.small import HARCNN
 
 # Number of parameters: filters * channels * width + filters for a convolution, units * inputs + units for a dense
-# layer, and the classifier. The comments contain the number of time steps after each layer.
+# layer, and the classifier. The comments contain the number of time steps after each convolution or pooling.
 TABLE_1 = {
     # Time steps: 128 -> 119.
     "32-10C_256D_128D": (32 * 6 * 10 + 32) + (256 * 32 * 119 + 256) + (128 * 256 + 128) + (6 * 128 + 6),

@@ -561,7 +561,7 @@ def test_batch_idx_and_global_step_count_the_clients_batches(fit):
 
 
 class Checkpoints(Base):
-    """A module with dropout in layers whose activations are recomputed in the backward pass."""
+    """A module with dropout. Unless `reentrant` is None, the backward pass recomputes activations of two layers."""
 
     reentrant = None
 

@@ -106,7 +106,7 @@ def hooked(base, hooks, act):
 
 
 def plain_fit(module, client, callbacks, accumulate):
-    """Fit in a plain Trainer that has only the client's data."""
+    """Fit in a plain Trainer that has as many samples as the client."""
     data = TensorDataset(torch.randn(SAMPLES[client], 6), torch.arange(SAMPLES[client]) % 4)
     trainer = L.Trainer(
         max_epochs=1,
@@ -505,7 +505,7 @@ def test_manual_schedule_stepped_only_in_last_batches_is_by_round(fit, when, rat
 
 
 class SetsRates(Base):
-    """Sets the learning rate after each batch and each round, and stores the rate in each client's first batch."""
+    """Changes the learning rate after each batch and each round, and records the rate in each client's first batch."""
 
     def __init__(self, automatic=True):
         super().__init__(automatic)

@@ -1,4 +1,4 @@
-"""Tests of several optimizers with manual optimization: each client starts from the optimizers' initial state."""
+"""Tests of manual optimization with several optimizers. By default, each client starts from their initial state."""
 
 import copy
 

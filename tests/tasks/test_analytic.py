@@ -34,7 +34,7 @@ def streamed(data, clients=5, experiences=1, **options):
 
 
 def ridge(classes=CLASSES, **options):
-    """Return a task whose features are the inputs."""
+    """Return a task whose network returns its inputs as features."""
     torch.manual_seed(0)
     return RidgeClassifier(MLP([FEATURES, classes]), classes, **{"beta": 0.5, "min_samples": 0, **options})
 
