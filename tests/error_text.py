@@ -367,7 +367,7 @@ class Evaluation:
             self.analysis.write((self.context, "return", place if len(parts) > 1 else None), labels)
 
     def bind(self, target: ast.AST, labels: int) -> None:
-        """Add labels to the cells of a target of an assignment."""
+        """Add labels to the cells of an assignment target."""
         match target:
             case ast.Name(id=name):
                 self.write(name, labels)

@@ -3,7 +3,7 @@
 source "$(dirname "$0")/from_the_wheel.sh"
 fcl() { "$python" -m lightning_fcl "$@"; }
 quiet=(--trainer.enable_progress_bar false --trainer.accelerator cpu)
-expect() { # TEXT WORDS...: check that the command succeeds and prints the text
+expect() { # TEXT WORDS...: check that `lightning-fcl WORDS` succeeds and prints TEXT
   local text="$1"
   shift
   fcl "$@" >said.txt

@@ -1,4 +1,4 @@
-"""Tests of reports in Chromium, which `.ci/run` installs. Without Chromium, CI fails and local tests are skipped."""
+"""Tests of reports in Chromium, which `.ci/run` installs. Without it, the tests fail in CI and are skipped locally."""
 
 from pathlib import Path
 

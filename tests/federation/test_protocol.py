@@ -1,4 +1,4 @@
-"""Tests that a module implements a protocol only if the module declares the protocol. Equal names do not count."""
+"""Tests that a module implements only the protocols that it declares. Attributes with the same names do not count."""
 
 import lightning.pytorch as L
 import pytest

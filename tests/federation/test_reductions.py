@@ -102,7 +102,7 @@ def test_custom_reduction_declared_by_module(fit, make_stream):
 
 
 class Uploads(Callback):
-    """Records each client's number of samples and upload, and the server's state after the round, in each round."""
+    """Records for each round: each client's number of samples and upload, and the server's state after the round."""
 
     def __init__(self):
         self.rounds, self.now = [], []

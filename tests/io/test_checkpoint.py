@@ -1,4 +1,4 @@
-"""Tests that `read_checkpoint` reads tensors and plain values, and raises an error for damaged and other files."""
+"""Tests that `read_checkpoint` reads tensors and plain values, and rejects damaged files and all other content."""
 
 import io
 import os

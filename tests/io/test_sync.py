@@ -1,4 +1,4 @@
-"""Tests that a power failure cannot damage files: the data, the new name and the folder are synchronized in order."""
+"""Tests that a file's data are synchronized before its folder, so that a power failure cannot damage the file."""
 
 import os
 
