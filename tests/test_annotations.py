@@ -1,4 +1,7 @@
-"""Tests that every public number argument rejects strings, NaN and booleans. Integer arguments also reject floats."""
+"""Tests that number arguments of public classes and functions reject strings, NaN and booleans.
+
+Integer arguments also reject floats. `EXCEPTIONS` lists the classes that are not tested.
+"""
 
 import inspect
 import math
@@ -53,7 +56,10 @@ EXCEPTIONS = {
 
 
 def public() -> dict[str, typing.Any]:
-    """Return the public classes and functions by name, except those in `EXCEPTIONS`."""
+    """Return public classes and functions by name, except those in `EXCEPTIONS`.
+
+    These are the objects that three packages export, and the classes of `MODULES` that are not exceptions.
+    """
     found = {name: getattr(package, name) for package in (lightning_fcl, callbacks, models) for name in package.__all__}
     for module in MODULES:
         names = getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]
@@ -210,7 +216,7 @@ def test_check_arguments_keeps_signature_and_error_of_a_wrong_call():
 
 def test_annotations_of_users_classes_check_only_numbers():
     class Mine(callbacks.FedProx):
-        # The annotation is not a class, but the default is a class.
+        # The annotation requires an instance, but the default is a class.
         kind: nn.Module = nn.Linear  # type: ignore[assignment]
 
     assert Mine(mu=0.5).kind is nn.Linear

@@ -28,7 +28,7 @@ LIGHTNING = {
 }
 ROWS = {mark: list(TOOL["promises"](mark)) for mark in LIGHTNING}
 
-# Pages whose code blocks do not run here: a list, included files, and a table that a command writes.
+# Pages whose code blocks do not run here: the index, pages that include a file, and a table that a command writes.
 # tests/cli/test_own_project.py tests the page on a custom command line. Notebooks run in `make docs`.
 CODELESS = {"index", "reliability", "changelog", "security", "custom-cli"}
 PAGES = [path for path in DOCS if path.stem not in CODELESS and path.parent.name not in ("api", "papers", "notebooks")]

@@ -1,4 +1,7 @@
-"""Static check that only lightning_fcl/io opens unchecked paths, so that no named pipe or device blocks a command."""
+"""Static check that code outside of lightning_fcl/io opens only checked paths for reading.
+
+Opening an unchecked path could block a command, because the path can be a named pipe or a device.
+"""
 
 import ast
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tests that models, tasks, methods and the server work with only the core dependencies."""
+"""Tests that training works with only the core dependencies, and that a fit imports only packages that it uses."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_training_works_with_only_the_core_dependencies(printed):
 
 @pytest.mark.seconds
 def test_optional_packages_are_imported_in_functions_after_a_check():
-    """Modules of commands and of drawing are skipped: they need the full installation."""
+    """Skip `cli`, `runs` and the modules that draw charts, because they need the full installation."""
     folder = Path(lightning_fcl.__file__).parent
     known = {
         "torch",

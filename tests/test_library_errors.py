@@ -1,4 +1,4 @@
-"""Tests that errors of the installed torch and Lightning match the patterns in `LibraryError`."""
+"""Tests that errors of the installed libraries, such as torch and Lightning, match the patterns in `LibraryError`."""
 
 import mmap
 import os
@@ -88,7 +88,8 @@ def case(kind, name, raises, provoke, groups=(), names=None, marks=()):
         raises: Class of the error.
         provoke: Function that raises the error. Its argument is a folder.
         groups: Prefix of the text of each group of the match.
-        names: Part of the text of each named group, for a pattern with named groups.
+        names: For a pattern with named groups: the text of the group ``name``, and a part of the text of each other
+            group.
         marks: Marks of the test.
     """
     return pytest.param(kind, raises, provoke, groups, names or {}, id=f"{kind.name}-{name}", marks=marks)

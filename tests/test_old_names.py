@@ -138,7 +138,7 @@ def test_status_of_rows_is_valid():
 
 
 def replaced_arguments():
-    """Return the rows of `docs/renames.csv` for arguments, by the current function name and the old argument name."""
+    """Return the rows of `docs/renames.csv` for arguments, by the current class or function, and the old argument."""
     arguments = defaultdict(dict)
     for row in RENAMES:
         scope = row["where"].partition(":")[2].removesuffix(".__init__")

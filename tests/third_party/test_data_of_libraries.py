@@ -1,4 +1,4 @@
-"""Tests with data and modules of third-party libraries: training in a federation equals training in a plain Trainer."""
+"""Tests with data and modules of third-party libraries. Federated training equals hand-written FedAvg."""
 
 import copy
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Tests of unchanged third-party LightningModules and networks: a federation gives the results of plain Trainers."""
+"""Tests of third-party LightningModules and networks: a federation gives the results of plain Trainers."""
 
 import copy
 from collections.abc import Callable, Sequence

@@ -37,7 +37,7 @@ def small(small_recipe):
 
 @pytest.fixture
 def fit(fit_small):
-    """Return a function that fits the small recipe for a number of rounds, with changes to the recipe."""
+    """Return a function that fits a recipe of the package, with changes to the recipe, for a number of rounds."""
 
     def run(folder, rounds, *changes, **recipes):
         return fit_small(folder, *changes, words=["--trainer.max_epochs", str(rounds)], **recipes)

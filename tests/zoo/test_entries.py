@@ -1,4 +1,4 @@
-"""Tests of the networks of the zoo: they match their cards, are small, and do not name persons."""
+"""Tests of the networks of the zoo: they match their cards, do not name persons, and are small if in the wheel."""
 
 import copy
 import re

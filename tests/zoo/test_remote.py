@@ -18,7 +18,7 @@ def label_of(name):
 
 @pytest.fixture
 def remote(small_zoo, serve_folder, monkeypatch):
-    """Serve the zoo, and set LIGHTNING_FCL_ZOO to its URL and SHA-256. Return the list of requested paths."""
+    """Serve the zoo, and set LIGHTNING_FCL_ZOO to its URL and its registry's SHA-256. Return the requested paths."""
     url, asked = serve_folder(small_zoo)
     monkeypatch.setenv("LIGHTNING_FCL_ZOO", f"{url}#sha256={sha256(small_zoo / REGISTRY)}")
     return asked

@@ -1,4 +1,4 @@
-"""Tests that malicious registries and entries raise one error, and access no files outside of their folders."""
+"""Tests that malicious registries and entries raise an error, and access no files outside of their folders."""
 
 import runpy
 import shutil
