@@ -43,7 +43,7 @@ ABOVE := .venv-third-party
 	$(ABOVE)/bin/python -m pip install --quiet --constraint $(ABOVE)/constraints.txt --requirement tests/third_party/requirements.txt
 	touch $@
 
-test-third-party: .venv-third-party/ready ## tests with LightningModules of other libraries, in a separate environment
+test-third-party: .venv-third-party/ready ## tests with LightningModules and data of other libraries, in a separate environment
 	$(ABOVE)/bin/python -m pytest -m third_party tests/third_party
 
 # An environment on top of .venv with the oldest supported Flower. All other tests use the newest supported Flower.

@@ -207,10 +207,11 @@ def main():
     torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    print(f"torch {torch.__version__}, {options.threads} thread(s), {options.repeats} repeats, alternating")
+    repeats = 1 if options.quick else options.repeats
+    print(f"torch {torch.__version__}, {options.threads} thread(s), {repeats} repeat(s), alternating")
     for name in CASES:
-        compare(name, 3 if options.quick else 100, 1 if options.quick else options.repeats)
-    compare_one_at_a_time(2 if options.quick else 5, 1 if options.quick else options.repeats)
+        compare(name, 3 if options.quick else 100, repeats)
+    compare_one_at_a_time(2 if options.quick else 5, repeats)
 
 
 if __name__ == "__main__":

@@ -55,8 +55,8 @@ class Times(Callback):
     def on_train_epoch_end(self, trainer, pl_module):
         """Before the last round, set the number of body epochs, so that this round has enough steps to time."""
         if trainer.current_epoch + 1 == self.last:
-            # Each epoch has one step. The first step is a warm-up. The last step is not timed, because all parameters
-            # are unfrozen after it.
+            # Each epoch has one step. The first step is a warm-up. The time of the last step is left out, because all
+            # parameters are unfrozen after it.
             self.method.body_epochs = self.repeats + 2
 
     def projected(self, *args):

@@ -7,9 +7,9 @@ so, the gradients are converted to NumPy arrays in double precision. G is the ma
 entries each, as rows, and g is the gradient. quadprog gets G G^T and G g, and returns k coefficients v. Then G^T v + g
 is converted back to single precision. The script times two layouts: gradients as rows, as in this library, and
 gradients as columns of a (p, k) matrix, as in the authors' code. All implementations solve the same problem with k
-independent gradients. About half of the constraints are violated. The results are compared before the timing. The
-implementations alternate in one process. `--quick` uses small sizes to test the script. Run nothing else on the
-machine.
+independent gradients. About half of the constraints are violated. The last case compares the time of Wasserstein
+distances (`gradient_distance`) with torch's sort. The results are compared before the timing. The implementations
+alternate in one process. `--quick` uses small sizes to test the script. Run nothing else on the machine.
 """
 
 import argparse

@@ -3,7 +3,7 @@
     python benchmarks/reservoir.py             # the numbers of benchmarks/README.md
     python benchmarks/reservoir.py --quick     # small sizes, to test the script
 
-In each comparison, this library and the alternative alternate in one process. Ratios are the median (lowest to
+In each comparison of times, this library and the alternative alternate in one process. Ratios are the median (lowest to
 highest). If both must give equal results, the script compares the results before the timing. Memory is read from
 Linux's `/proc`, in a separate process for each measurement. Run nothing else on the machine.
 """
@@ -261,8 +261,9 @@ def memory(table, counts):
 def scaling(out, quick):
     """Measure and draw the time by the number of units, clients and steps.
 
-    A list of curves. A curve is a dict: ``against`` (the varied quantity), ``sizes`` (its values), ``what`` (the
-    measured quantity) and ``values`` (one measured value per size).
+    Returns:
+        A list of curves. A curve is a dict: ``against`` (the varied quantity), ``sizes`` (its values), ``what`` (the
+        measured quantity) and ``values`` (one measured value per size).
     """
 
     def middle(function):

@@ -11,9 +11,10 @@
   does not depend on the values.
 
 In cases with one full batch per client, a bare `vmap` computes the same step: gradient, SGD and mean. The input tensors
-of `vmap` are stacked before the timing. The script first checks that the final weights agree. "Lightning alone" is an
-epoch of a Trainer with one step on one vector and one logged number. A round with one vectorized step has the same
-number of steps and logged numbers. The implementations alternate. Run nothing else on the machine.
+of `vmap` are stacked before the timing. In these cases, the script first checks that the final weights agree.
+"Lightning alone" is an epoch of a Trainer with one step on one vector and one logged number. A round with one
+vectorized step has the same number of steps and logged numbers. The implementations alternate. Run nothing else on the
+machine.
 """
 
 import argparse
@@ -41,7 +42,7 @@ def digits_case(clients, batch_size, width=32):
     """Return a case of clients with 15 digits each and an MLP 64-width-10. Above 119 clients, digits are reused.
 
     Returns:
-        Samples and labels, client ids, model, number of classes, and batch size.
+        A pair of samples and labels, client ids, model, number of classes, and batch size.
     """
     x, y = load_digits(return_X_y=True)
     sample_indices = np.random.default_rng(0).permutation(len(y))
@@ -223,8 +224,8 @@ def main():
     torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    print(f"torch {torch.__version__}, {options.threads} thread(s), {options.repeats} repeats, alternating")
     repeats, round_divisor = (1, 10) if options.quick else (options.repeats, 1)
+    print(f"torch {torch.__version__}, {options.threads} thread(s), {repeats} repeat(s), alternating")
     compare("100 x 15 digits, MLP", digits_case(100, 4), 60 // round_divisor, repeats)
     compare("100 x 15, one batch", digits_case(100, 15), 200 // round_divisor, repeats, vectorized=True)
     compare("100 x 15, 512 units", digits_case(100, 15, 512), 60 // round_divisor, repeats, vectorized=True)

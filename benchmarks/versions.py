@@ -3,14 +3,16 @@
     git worktree add ../other cc30327
     python benchmarks/versions.py ../other
 
-The script starts two processes, which import one version each. For every timed case, each process first runs one fit
-that is not measured. Then the processes alternate, and the ratio is computed for each pair of fits. The cases are:
+The script starts two processes, which import one version each. For every timed case, each process first runs the case
+once, and this run is not measured. Then the processes alternate, and the ratio is computed for each pair of runs. The
+cases are:
 
 - the cases of `round_overhead.py` with digits,
 - the cases of `any_module.py`,
 - steps of a Trainer without a federation,
-- methods that compute a result when an experience ends. 20 clients have digits in 5 experiences of 4 rounds. All
-  clients, or 4 of 20 clients, train in each round. The script also compares the sizes of client state and uploads.
+- FedAvg, and methods that compute a result when an experience ends. 20 clients have digits in 5 experiences of 4
+  rounds. All clients, or 4 of 20 clients, train in each round. The script also compares the sizes of client state and
+  uploads.
 
 Run nothing else on the machine.
 """

@@ -5,7 +5,7 @@
 The script compares three kinds of state outside of methods: the moments of a server optimizer, the residuals of
 compression, and stale updates in asynchronous rounds (from clients that started in an earlier experience). The data are
 digits in 5 experiences of 4 rounds, on 6 clients with a Dirichlet partition (alpha 0.5). The method is `Replay(100)`.
-The seeds are 0, 1 and 2.
+The default seeds are 0, 1 and 2.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class Gradient:
         rows = slice(self.ends[client] - self.sizes[client], self.ends[client])
         return self.x[rows], self.y[rows]
 
-    # The following methods are used by the hand-written engines.
+    # The engines other than this library's Trainer use some of the following methods.
 
     def initial(self):
         """Return the server's state before the first round."""

@@ -1,6 +1,6 @@
 """HAR workload: the HAR-CNN 196-16C_4M_1024D with 5.6 M parameters, on 20 clients.
 
-Each client has 600 random windows in the shape of UCI HAR's windows.
+By default, each client has 600 random windows in the shape of UCI HAR's windows.
 """
 
 import torch
