@@ -11,8 +11,8 @@ The script then rewrites the text between ``<!-- NAME -->`` and ``<!-- end -->``
 - ``boards``: a table and a picture for each protocol of the leaderboard.
 - The name of a layout under ``tables`` in ``rows.yaml``: a table with this layout.
 
-Blocks with other names and all text outside of blocks stay unchanged. A block can name a subfolder after a colon:
-``<!-- written: small -->`` describes the table in the subfolder ``small``.
+Blocks with other names and all text outside of blocks stay unchanged. A block ``verdict`` or ``written`` can name a
+folder after a colon, relative to the page: ``<!-- written: small -->`` describes the table in the subfolder ``small``.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class Layout:
         return result
 
     def markdown(self, table: Table, rows: Sequence[str]) -> str:
-        """Return the table in Markdown. Lines without any measured cell are left out.
+        """Return the table in Markdown. Lines for which ``table`` has no cell are left out.
 
         Raises:
             ValueError: If ``table`` does not have a metric of the layout.

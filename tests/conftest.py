@@ -180,7 +180,7 @@ def make_stream():
 
 @pytest.fixture
 def make_task():
-    """Return a function that makes small classifiers, all with the same initial weights."""
+    """Return a function that makes small classifiers. By default, all have the same initial weights."""
 
     def make(optimizer=lambda params: torch.optim.SGD(params, lr=0.1), model=None, seed=0):
         torch.manual_seed(seed)
@@ -309,7 +309,7 @@ def make_series():
 
 @pytest.fixture
 def make_series_stream():
-    """Return a function that makes streams of sequences for clients with different numbers of samples.
+    """Return a function that makes streams of sequences. By default, clients have different numbers of samples.
 
     ``increments`` is the number of parts into which all data are split at random. Each part is one experience.
     """
@@ -329,7 +329,7 @@ def make_series_stream():
 
 @pytest.fixture
 def make_reservoir():
-    """Return a function that makes small reservoirs in double precision, all with the same weights."""
+    """Return a function that makes small reservoirs in double precision. By default, all have the same weights."""
 
     def make(**kwargs):
         options = {"units": 12, "leaking_rate": 0.6, "seed": 0, **kwargs}

@@ -92,7 +92,8 @@ PASSED_ON: dict[str, str] = {
 
 # Hints that no test can raise, each with the reason.
 UNTRIED: dict[str, str] = {
-    "Install the version of lightning-fcl that the entry was made with.": "needs another version of the package",
+    "If another version of lightning-fcl contains the recipe, install that version. The entry's `made_with` contains "
+    "the version of the run.": "needs another version of the package",
     'Install a supported version: pip install "lightning-fcl[flower]".': "needs another version of Flower",
     "Synchronize the clocks of both machines, for example with `timedatectl set-ntp true`.": "sets "
     "the clock of the machine",

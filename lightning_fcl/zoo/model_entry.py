@@ -38,21 +38,21 @@ class ModelEntry:
         version: Version, from 1.
         description: Description in one sentence.
         network: Class and arguments, as returned by `lightning_fcl.models.serialization.to_plain_config`.
-        output_kind: Kind of the outputs: ``"logits"``, ``"0/1"`` or ``"-1/1"`` for least-squares estimates of targets
-            with these two values, or ``"features"`` if there are no class names.
+        output_kind: Kind of the outputs: ``"logits"``, or least-squares estimates of targets with two values (``"0/1"``
+            or ``"-1/1"``), or ``"features"`` if there are no class names.
         classes: Names of the classes, in the order of the outputs.
         input_shape: Shape of a sample as the network expects it.
         measurement: Conversion of the raw values of a device to a sample. None if raw values are samples.
         stored_dtype: Data type in which the file stores 32-bit weights.
         license: Licenses of the ``weights`` and of the ``data``.
         recipe: Recipe that trained the network: ``paper``, ``row``, ``seed``, ``command`` and other keys. ``sha256`` is
-            the SHA-256 of its settings.
+            the SHA-256 of the recipe's files and settings.
         metrics: Metrics of the network by name. Values of the paper have the prefix ``paper/``.
         limitations: Limitations, one sentence each.
         made_with: Version of each package that the run used, and a description of the machine.
 
     Raises:
-        ValueError: If the name is invalid, or if the arguments contradict each other.
+        ValueError: If the name or the version is invalid, or if the arguments contradict each other.
     """
 
     name: str
@@ -99,8 +99,8 @@ class ModelEntry:
 def check_name(name: str) -> None:
     if not _NAME.fullmatch(name) or len(name) > 100:
         raise InvalidValueError(
-            "Expected a name of at most 100 lower-case letters, digits, _, - and dots, like har_cnn.ucihar.flwf2t_ft, "
-            f"but got {name[:100]!r}.",
+            "Expected a name like har_cnn.ucihar.flwf2t_ft, with at most 100 lower-case letters, digits, _, - and "
+            f"single dots, a letter or digit at the start, and no dot at the end, but got {name[:100]!r}.",
             argument="name",
             value=name,
         )

@@ -72,8 +72,10 @@ class PretrainedModel(nn.Module):
         Args:
             x: One or more samples: an array, a tensor or nested lists. If the entry scales samples per person (see
                 ``entry.measurement``), pass samples of one person.
-            rate: Sampling rate of the values in Hz. It is compared with the entry's sampling rate. None: not compared.
-            units: Unit of each channel. The units are compared with the entry's units. None: not compared.
+            rate: Sampling rate of the values in Hz. It is compared with the rate of ``entry.measurement`` if both are
+                given.
+            units: Unit of each channel, or one unit for all channels. The units are compared with the units of
+                ``entry.measurement``, unless ``units`` or the measurement is None.
 
         Raises:
             ValueError: If the shape, rate, units or values do not match the entry.
@@ -106,16 +108,17 @@ class PretrainedModel(nn.Module):
     ) -> list[Prediction]:
         """Predict the class of each sample. The arguments are those of `preprocess`. ``sampling_rate_hz`` is ``rate``.
 
-        The probabilities of a least-squares readout are the outputs, clipped at 0 and divided by their sum. Outputs
-        that estimate -1 and 1 are first scaled to the range from 0 to 1. These probabilities are not calibrated. If a
-        readout has outputs for each time step, the mean over time steps is used.
+        The probabilities of a least-squares readout are the outputs, clipped at 0 and divided by their sum. If no
+        output is above 0, all classes have the same probability. Outputs that estimate -1 and 1 are first mapped so
+        that -1 becomes 0 and 1 stays 1. These probabilities are not calibrated. If a readout has outputs for each time
+        step, the mean over time steps is used.
 
         Raises:
             ValueError: If the samples do not match the entry, or the entry has no class names.
         """
         if not self.entry.classes:
             raise InvalidValueError(
-                f"Expected a network with class names, but {self.entry.name} only returns features.",
+                f"Expected a network with class names, but {self.entry.name} was published without class names.",
                 hint="Use `embed`, or add a head with `create_model(name, pretrained=True, num_classes=...)`.",
                 argument="classes",
                 value=self.entry.name,
@@ -197,8 +200,8 @@ def read_samples(path: Path, entry: ModelEntry) -> NDArray[Any]:
         steps = shape[axes.index("time")]
         if len(table) % steps:
             raise InvalidValueError(
-                f"Expected {path} to have {steps} lines for each sample, but got {len(table)} lines. The last sample "
-                "is incomplete.",
+                f"Expected {path} to have {steps} lines for each sample, but the number of lines is {len(table)}. The "
+                "last sample is incomplete.",
                 hint="Delete the lines of the last sample, or add the missing lines.",
             )
         series = table.reshape(-1, steps, len(channels))

@@ -105,9 +105,9 @@ def publish(
         An argument for `lightning_fcl.zoo.load`: the folder of the entry, or its name on the hub with the new commit.
 
     Raises:
-        ValueError: If ``destination`` is neither a folder nor a repository, or ``run`` is not a run. If the task has no
-            network. If the registry is damaged, or the repository contains another network.
-        ConnectionError: If the hub rejects the upload.
+        ValueError: If ``name`` is invalid, ``destination`` is neither a folder nor a repository, or ``run`` is not a
+            run. If the task has no network. If the registry is damaged, or the repository contains another network.
+        ConnectionError: If the hub cannot be reached, or rejects a request.
     """
     check_name(name)
     if "://" in str(destination):
@@ -230,7 +230,7 @@ def _write(network: nn.Module, entry: ModelEntry, continuation: dict[str, Any] |
         entry = replace(entry, recipe={**entry.recipe, "ends": continuation})
     folder, partial = safe_join(registry_folder, entry.folder), safe_join(registry_folder, f".{entry.folder}.part")
     # The registry does not list this folder, so an interrupted attempt has left it. `read_folder` raises an error if
-    # the folder has any other content, so that such a folder is not removed.
+    # the folder is not a valid entry, so that a folder with other content is not removed.
     if folder.exists():
         read_folder(folder)
     shutil.rmtree(partial, ignore_errors=True)

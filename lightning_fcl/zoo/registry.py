@@ -96,7 +96,9 @@ def get_repo_head(name: str) -> RepoHead:
 
 
 def upload(folder: Path, head: RepoHead, message: str) -> str:
-    """Replace a repository's files by the files of a folder, in one commit after ``head``.
+    """Replace the entry's files in a repository by the files of a folder, in one commit after ``head``.
+
+    Other files of the repository are kept.
 
     Returns:
         Name of the network with the new commit, as in ``"hf:organization/repository@..."``.
@@ -199,8 +201,8 @@ class RegistryEntry:
                     value=self.folder,
                 )
             raise MissingFileError(
-                f"Expected the files of {self.folder} in {entry_folder}, but they are not installed. The package does "
-                "not contain files that are too large, or whose data may not be distributed.",
+                f"Expected the files of {self.folder} in {entry_folder}, but they are not installed. The package "
+                "contains no large files, no files to continue from, and no files whose license forbids distribution.",
                 hint="Set LIGHTNING_FCL_ZOO to the folder `zoo` of a checkout, or to a URL that serves this folder.",
                 value=self.folder,
             )
@@ -223,11 +225,12 @@ class RegistryEntry:
 
 
 def list_models(pattern: str = "*", pretrained: bool = True) -> list[str]:
-    """Return the names of published networks, or of network classes, in alphabetical order.
+    """Return the sorted names of published networks, or of the network classes and functions of the package.
 
     Args:
         pattern: Shell-style pattern, such as ``"*har*"``.
-        pretrained: Whether to list published networks. False lists the network classes of `lightning_fcl.models`.
+        pretrained: Whether to list published networks. False lists the public names of `lightning_fcl.models`: network
+            classes, and functions that return networks.
 
     Example:
         >>> list_models("mlp.*")

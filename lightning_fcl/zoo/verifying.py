@@ -42,7 +42,7 @@ class VerificationResult:
 
     Args:
         name: Name and version of the entry.
-        is_reproduced: Whether the network agrees with its card.
+        is_reproduced: Whether the outputs, and the test accuracy if it was measured, agree with the published values.
         published_accuracy: Test accuracy on the card. None if it was not measured.
         measured_accuracy: Test accuracy measured by the verification. None if it was not measured, see ``reason``.
         difference: Largest difference from the published outputs, relative to the largest published output. 0 if the
@@ -107,8 +107,8 @@ def test_accuracy(model: PretrainedModel, stream: FederatedStream) -> float:
 def packaged_recipe(run: Path, results: Mapping[str, Any]) -> dict[str, Any]:
     """Return the files, settings and SHA-256 of the recipe of a run, or {} if the recipe is not in the package.
 
-    The comparison ignores the recipe's name and expected numbers, the output folder, and the numbers of devices and
-    nodes. The result of a federation does not depend on the number of processes.
+    The comparison ignores empty values, the section `recipe`, the output folder and other settings of the command, and
+    the numbers of devices and nodes. The result of a federation does not depend on the number of processes.
     """
     plain = _on_any_processes(_plain(read_yaml(run / "config.yaml")))
     for candidate in _candidates(results["recipe"] or {"paper": "", "row": ""}):
@@ -153,7 +153,8 @@ def recipe_parts(recipe: Mapping[str, Any], name: str, overrides: Sequence[Path 
             return load_recipe(candidate.with_values({"data.seed": seed}).with_layers(*overrides))
     raise UnknownRecipeError(
         f"Expected the recipe of {name} to be in this package, but the package contains no identical recipe.",
-        hint="Install the version of lightning-fcl that the entry was made with.",
+        hint="If another version of lightning-fcl contains the recipe, install that version. The entry's `made_with` "
+        "contains the version of the run.",
         argument="recipe",
         value=name,
     )

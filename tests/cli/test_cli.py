@@ -385,8 +385,8 @@ def test_fit_without_logger_writes_only_to_out(tiny, tmp_path, monkeypatch):
 
 
 ODFCL = paper_rows(RECIPES / "odfcl", None)
-# These rows differ from the tested rows only in the learning rate, the swarm or the base session. `make recipes` runs
-# all rows if the data sets are available.
+# These rows combine the files of tested rows, or differ from a tested row only in the learning rate or the number of
+# nodes. `make recipes` runs all rows if the data sets are available.
 ALIKE = r"naive at|swarm of [125]$|fine-tuning: |ODFCL: |joint training: base|ridge: ORL"
 TRIED = [row for row in ODFCL if not re.search(ALIKE, row)]
 # Except for the row ODFCL, the tests of these rows are slow.

@@ -19,7 +19,7 @@ from lightning_fcl.data.scenarios import Scenario
 
 
 def imported_summaries(module, kind=object):
-    """Import the module, and return the first docstring line of each public class by name."""
+    """Return the first docstring line of each public class of a module that is a subclass of ``kind``, by name."""
     public = getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]
     values = {name: getattr(module, name) for name in public}
     return {

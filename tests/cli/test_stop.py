@@ -1,4 +1,4 @@
-"""Tests of commands that are killed or receive a signal. The tests use real processes."""
+"""Tests of commands that are killed or receive a signal. Most tests start real processes."""
 
 import json
 import os

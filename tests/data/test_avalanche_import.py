@@ -72,7 +72,7 @@ def test_avalanche_import_after_user_import_is_identical(tmp_path):
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """Yield the name of a package that prints a line when it is imported. Another module uses this package."""
+    """Yield the name of a package that prints a line when it is imported. Two other modules use this package."""
     (tmp_path / "printing").mkdir()
     (tmp_path / "printing" / "__init__.py").write_text("print('imported')\nanswer = 42\n")
     (tmp_path / "printing" / "part.py").write_text("answer = 43\n")

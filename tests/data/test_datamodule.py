@@ -321,7 +321,7 @@ def test_test_label_without_training_samples_raises():
 
 
 class Scales(Loaders):
-    """Scales batches in the transfer hooks, and stores the stage of the Trainer in each call."""
+    """Scales batches in the transfer hooks, and stores the stage of the Trainer for each batch."""
 
     def __init__(self, train=None, test=None, size=64):
         train = train or Subset(WHOLE, range(40))

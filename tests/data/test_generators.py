@@ -269,7 +269,7 @@ def test_samples_do_not_depend_on_num_workers(quiet, name):
 
 
 class Workers(L.Callback):
-    """Records the processes that are alive at the end of each round."""
+    """Records the child processes that are alive at the end of each round."""
 
     def __init__(self):
         self.alive = []
@@ -318,7 +318,7 @@ def test_clients_draw_different_numbers(quiet, name):
 
 
 def with_tests(make, shared=False):
-    """Return data of two clients with validation and test sets. Optionally, all sets share one transform."""
+    """Return data of two clients with validation and test sets. If ``shared``, a client's sets share generators."""
     found = {}
     for number, client in enumerate("ab"):
         parts = [make(10 * number + part) for part in range(3)]

@@ -169,7 +169,7 @@ def test_class_subsets_use_all_classes_if_places_suffice(clients, each):
         else:
             lost += 1
             assert set.union(*found) == set(range(6))
-    # At least one draw must leave out a class. Otherwise, the test checks nothing.
+    # At least one draw must leave out a class. Otherwise, the test does not check the change of the draws.
     assert lost
 
 

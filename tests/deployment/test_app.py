@@ -153,7 +153,7 @@ def test_client_plan_wrong_number_of_rounds_raises():
 
 
 def test_deploy_page_commands_are_tested():
-    """A test starts each program that the page names, with each option that the page uses."""
+    """Except for `pip`, the tests use each program and each option of the commands on the page."""
     blocks = "\n".join(re.findall(r"```bash\n(.*?)```", PAGE.read_text(), re.DOTALL))
     tested = "".join(path.read_text() for path in Path(__file__).parent.glob("*.py"))
     for line in filter(None, blocks.splitlines()):

@@ -110,7 +110,7 @@ def test_readers_missing_or_unreadable_file_raises_with_path(tmp_path, suffix, r
     path.write_bytes(b"hello")
     path.chmod(0)
     user = os.geteuid()
-    # Root ignores file permissions, so the test temporarily runs as another user.
+    # Root ignores file permissions. If root runs the tests, this test temporarily runs as another user.
     os.seteuid(user or 65534)
     try:
         message = refused(read, path)
