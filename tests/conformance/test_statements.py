@@ -1,4 +1,4 @@
-"""Tests that each conformance statement accepts a method of the library and rejects a mutant of this method."""
+"""Tests that each conformance statement accepts a correct implementation and rejects a wrong implementation."""
 
 import dataclasses
 import random

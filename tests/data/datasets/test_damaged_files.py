@@ -1,4 +1,4 @@
-"""Tests that damaged files and decompression bombs raise an error with the file's path, and take little memory."""
+"""Tests of damaged files and decompression bombs: errors contain the file's path, and reading takes little memory."""
 
 import io
 import os
