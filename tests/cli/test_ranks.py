@@ -72,10 +72,7 @@ def test_fit_two_processes_equal_one_process(tmp_path, capsys):
 
 @pytest.mark.parametrize("victim", [pytest.param("the first", marks=pytest.mark.long), "another"])
 def test_fit_killed_process_leaves_resumable_checkpoint(tmp_path, capsys, victim):
-    """After one process is killed, the other processes end with a message and leave a checkpoint.
-
-    Any number of processes can resume from the checkpoint.
-    """
+    """If one process is killed, the other processes end, and any number of processes can resume from the checkpoint."""
     running = subprocess.Popen(words(tmp_path / "cut", 2), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     wait_until(lambda: len(list((tmp_path / "cut").glob("checkpoints/*.ckpt"))) or running.poll() is not None)
     others = children(running)

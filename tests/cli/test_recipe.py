@@ -90,7 +90,7 @@ SAME = [
 
 
 class Parsed(FederatedCLI):
-    """A command line that only parses its arguments, like the command line of a user's project."""
+    """A subclass of the command line, as in a user's project. It parses its arguments, and does nothing else."""
 
     def before_instantiate_classes(self):
         config = self.config["fit"].clone()

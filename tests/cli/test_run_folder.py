@@ -77,7 +77,7 @@ def test_fit_copied_run_resumes_in_copy(words, begun, tmp_path, monkeypatch):
 
 @pytest.mark.seconds
 def test_fit_existing_out_writes_to_numbered_folder(words, begun, tmp_path, capsys):
-    (begun / "results.json").unlink()  # A killed run has no results.json.
+    (begun / "results.json").unlink()  # A run that was killed during training has no results.json.
     before = contents(begun)
     main(["fit", *words, "--out", str(begun), "--trainer.max_epochs", "1"])
     assert contents(begun) == before and len(get_record(tmp_path / "begun-2")["rounds"]) == 1

@@ -113,7 +113,7 @@ def wrong_targets(value):
     return y
 
 
-# Ways to pass data to a stream. In each way, the targets of the samples are not classes.
+# Ways to pass data to a stream, to `Samples` or to a node. The targets of the samples are not classes.
 WAYS = {
     "from_arrays": lambda y, folder: FederatedStream.from_arrays(X, y),
     "dataset": lambda y, folder: set_up(TensorDataset(X, y)),
