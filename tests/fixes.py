@@ -1343,7 +1343,7 @@ ROWS |= {
         fit_with,
         {"method": FedProx, "options": {"pattern": "body.*"}},
         {"options": {"pattern": "model.1.*"}},
-        "Omit `pattern`, or use one that matches model.1.weight",
+        "Omit `pattern`, or use a pattern that matches one of these parameters: model.1.weight",
     ),
     "FLwF2T weights above 1": Row(
         lambda lab, alpha, beta: FLwF2T(alpha, beta),
@@ -1557,7 +1557,7 @@ ROWS |= {
         lambda lab, round_idx: fit_reservoir(lab, callbacks=[Unlearning({"0": round_idx})]),
         {"round_idx": 5},
         {"round_idx": 0},
-        "Name a round of the fit",
+        "Use a round of the fit",
     ),
     "reservoir with inputs of another size": Row(
         lambda lab, features: EchoStateNetwork(features, units=12, seed=0)(torch.randn(2, 9, 3)),

@@ -232,7 +232,7 @@ ROWS |= {
         ),
         {"history": "seen"},
         None,
-        "Leave `history` out.",
+        "Leave `history` out of the scenario's arguments.",
     ),
     "module without a last layer": Row(
         fit_fed3r,

@@ -239,13 +239,13 @@ ROWS |= {
         forget,
         {"requests": {"0": 1, "1": 0}},
         {"requests": {"0": 1, "1": 1}},
-        "Name a later round for this client, or leave the client out of `requests`.",
+        "Use a later round for this client, or leave the client out of `requests`.",
     ),
     "request of a client without data, removed": Row(
         forget,
         {"requests": {"0": 1, "1": 0}},
         {"requests": {"0": 1}},
-        "Name a later round for this client, or leave the client out of `requests`.",
+        "Use a later round for this client, or leave the client out of `requests`.",
     ),
     "images of uint8 for a backbone": Row(
         embed_images,

@@ -41,10 +41,10 @@ ReplayTransform = Callable[[Any], Any]
 class MethodBase:
     """Base class of methods, with hooks for client state, optimizer steps, uploads and the server's model.
 
-    Subclass `Method`, which is also a Lightning callback. In a federation, the hooks run in sequential training and, if
-    `vectorizable` is True, in vectorized training. Most hooks also run in a plain Trainer, which is a federation of one
-    client with one round per epoch. If the training of a client changes attributes of the method, `start_client` must
-    reset these attributes.
+    Subclass `Method`, which is also a Lightning callback. In a federation, the hooks run in sequential training. If
+    `vectorizable` is True, most hooks also run in vectorized training. Most hooks also run in a plain Trainer, which is
+    a federation of one client with one round per epoch. If the training of a client changes attributes of the method,
+    `start_client` must reset these attributes.
 
     A subclass with arguments is a dataclass or defines a constructor. The fields of a dataclass are the arguments of
     the method. Declare a field with `lightning_fcl.validation.validated` to check its value.
@@ -137,7 +137,8 @@ class MethodBase:
     def start_client(self, client: Client) -> None:
         """Prepare for a client's local training, after the client's state has been loaded into the module.
 
-        Reset attributes of the method that the training of the previous client changed.
+        Reset attributes of the method that the training of the previous client changed. Vectorized training does not
+        call this hook.
         """
 
     def task_weight(self, client: Client) -> float:

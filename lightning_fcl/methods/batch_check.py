@@ -66,7 +66,7 @@ def check_samples(method: MethodBase, trainer: L.Trainer) -> None:
 def check_stored(method: MethodBase, batch: Batch) -> None:
     """Raise TypeError if a method stores samples but the samples of a batch cannot be stored.
 
-    Samples can be stored if every value of the batch is a tensor with one row for each sample.
+    Samples can be stored if every value that the method stores is a tensor with one row for each sample.
     """
     name, needs = type(method).__name__, method.needs
     values: dict[str, object]
@@ -83,7 +83,7 @@ def check_stored(method: MethodBase, batch: Batch) -> None:
         if not (isinstance(value, Tensor) and value.dim() and len(value) == size):
             raise InvalidTypeError(
                 f"Expected each value of a batch to be a tensor with one row per sample for `{name}`, which works on "
-                f"single samples, but `{tensor_name}` is {_described(value)}.",
+                f"single samples, but the value at `{tensor_name}` is {_described(value)}.",
                 hint="Return tensors of one shape from the dataset or `collate_fn`. Pad sequences and encode text, or "
                 f"remove `{name}`.",
                 argument=tensor_name,

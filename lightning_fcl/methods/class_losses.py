@@ -120,7 +120,7 @@ class LogitAdjustment(Method):
         return {**memory, "counts": shared + local_counts, "unsent": unsent}
 
     def _new_counts(self, client: Client, counts: Tensor) -> Tensor:
-        """Return the number of samples of each class that the server has not counted yet.
+        """Return the number of the round's samples of each class that the client has not trained on before.
 
         In a plain Trainer without a `FederatedStream`, samples are counted once per fit.
         """
@@ -208,13 +208,14 @@ class MeanOutputLoss(Method):
 
     The loss of each step is ``cross-entropy + mu * MOL``, see `mean_output_loss`. New classes are the classes that any
     client of the federation learns in the current session and that no earlier session contained. Old classes are the
-    classes of all earlier sessions. A `FederatedStream` defines new and old classes. In a plain Trainer without a
-    stream, each `fit` is a session. The new classes are then the classes of the batch that no earlier session
-    contained. A client keeps masks of these classes, and uploads the same tensors as in FedAvg.
+    classes of all earlier sessions. If the experiences of a `FederatedStream` are sets of classes, the stream defines
+    new and old classes. Otherwise, old classes are the classes on which the client trained in earlier sessions, and new
+    classes are all other classes of the batch. In a plain Trainer without a stream, each `fit` is a session. A client
+    keeps masks of these classes, and uploads the same tensors as in FedAvg.
 
-    The paper leaves several choices open. The defaults are the variant that worked best in ``recipes/odfcl/README.md``:
-    squared difference of mean probabilities, and cross-entropy over the session's classes only. For a replay sample of
-    an old class (`Replay`), the cross-entropy is over all classes seen.
+    The paper leaves several choices open. The defaults are the squared difference of mean probabilities, and
+    cross-entropy over the session's classes only. ``recipes/odfcl/README.md`` compares the choices. For a replay sample
+    of an old class (`Replay`), the default cross-entropy is over all classes seen.
 
     Args:
         mu: Weight of MOL, at least 0.

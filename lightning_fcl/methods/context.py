@@ -40,8 +40,8 @@ class Client:
             on the client, the round and the section.
 
     Attributes:
-        batch: The current batch.
-        local_epoch: Index of the current local epoch, from 0.
+        batch: The current batch in sequential training. None in vectorized training.
+        local_epoch: Index of the current local epoch in sequential training, from 0.
         num_steps: Number of the client's optimizer steps in the round. The number is complete at the end of the round.
         missed_sync: Whether the server did not receive the client's upload of the round. Set at the end of the round.
         result: The state that `Method.end_experience` returned after earlier rounds of the experience. The hook adds
@@ -121,7 +121,8 @@ class Client:
         """Sample numbers of the current round and of the client's earlier rounds, or None.
 
         None in a plain Trainer without a `FederatedStream`, where samples have no numbers. Also None in the hooks of
-        local training, and if the method does not need sample numbers, see `Needs.numbers`.
+        local training. Also None for a method without `Needs.numbers` and `Needs.round_samples` that overrides neither
+        `Method.end_experience` nor `Method.contribute_experience`.
         """
         if self._make_history is not None:
             self._history, self._make_history = self._make_history(), None

@@ -129,7 +129,8 @@ class FedProx(Method):
         if not params:
             raise InvalidValueError(
                 f"Expected `pattern` to match a trainable parameter, but `{self.pattern}` matches none.",
-                hint=f"Omit `pattern`, or use one that matches {format_names(step.params, 3)}.",
+                hint="Omit `pattern`, or use a pattern that matches one of these parameters: "
+                f"{format_names(step.params, 3)}.",
                 argument="pattern",
                 value=self.pattern,
             )
@@ -155,9 +156,9 @@ class SCAFFOLD(Method):
     client keeps the c of this download in addition to c_i.
 
     Raises:
-        ValueError: If there is no federation with ``client_weights="uniform"``. Also if the optimizer is not SGD
-            without dampening, if its parameter groups differ in learning rate or momentum, or if the learning rate
-            changes within a round.
+        ValueError: If there is no federation, or if the federation has several clients and ``client_weights`` is not
+            ``"uniform"``. Also if the optimizer is not SGD without dampening, if its parameter groups differ in
+            learning rate, momentum or ``nesterov``, or if the learning rate changes within a round.
 
     Example:
         >>> SCAFFOLD().vectorizable
@@ -173,12 +174,15 @@ class SCAFFOLD(Method):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         settings = get_settings(trainer.optimizers[0])
         scheduled = require_federation(trainer, "SCAFFOLD", "").has_lr_schedule
-        is_uniform = all(len({*settings.get(name, ())}) <= 1 for name in ("lr", "momentum", "nesterov"))
+        names = ("lr", "momentum", "nesterov")
+        is_uniform = all(len({*settings.get(name, ())}) <= 1 for name in names)
         if settings["class"] != "SGD" or any(settings["dampening"]) or scheduled or not is_uniform:
+            values = [f"{name}={settings[name]}" for name in (*names, "dampening") if name in settings]
             raise InvalidValueError(
                 "Expected SGD without dampening and with one `lr`, `momentum` and `nesterov` in each round for "
                 "`SCAFFOLD`, which computes gradients from parameter changes, but got "
-                f"{settings}{' and a schedule that changes `lr` within a round' * scheduled}.",
+                f"{settings['class']} with {', '.join(values)} (one value per parameter group)"
+                f"{' and a schedule that changes `lr` within a round' * scheduled}.",
                 hint="Use SGD with one parameter group and without dampening, and change the learning rate only "
                 "between rounds.",
                 argument="optimizer",

@@ -76,7 +76,8 @@ class DyToxMethod(Episodic):
             20, after 500 epochs of training.
 
     Raises:
-        ValueError: If the module does not contain one `DyTox`, or the stream's experiences are not tasks of the model.
+        ValueError: If an argument is out of range, the module does not contain one `DyTox`, or the stream's experiences
+            are not tasks of the model.
 
     Example:
         >>> DyToxMethod(memory_size=0.1, distillation_weight="auto").divergence_weight

@@ -58,9 +58,7 @@ class FedRep(Method):
         'model.head.*'
     """
 
-    needs: ClassVar[Needs] = Needs(
-        federation_reason="it has no local epochs, and no clients that share a body", local_head=True
-    )
+    needs: ClassVar[Needs] = Needs(federation_reason="it has no clients that share a body", local_head=True)
 
     head_epochs: int = validated(2, at_least, 1)
     body_epochs: int = validated(4, at_least, 1)

@@ -1,4 +1,4 @@
-"""FedWEIT: a task's weights combine a shared base, a mask, sparse adaptive weights, and those of other clients."""
+"""FedWEIT: a task's weights combine a shared base, a mask, and sparse adaptive weights of this and other clients."""
 
 from __future__ import annotations
 
@@ -50,12 +50,13 @@ class FedWEIT(Method):
     receives the A of the latest finished task of each other client, see ``kb_size``.
 
     The parameters of each task must be client-local. Pass ``FederatedStrategy(reductions={"model.tasks.*": "local",
-    "model.net.head.*": "local", "model.net.body.*weight": "sparse_mean"})``. There are four more
-    differences from the authors' code:
+    "model.net.head.*": "local", "model.net.body.*weight": "sparse_mean"})``. Other differences from the authors' code
+    are:
 
-    - Tensors that are not decomposed are averaged over the clients. When a task ends, a client stores a copy of these
-      tensors for predictions of the task.
+    - Tensors that are not decomposed are averaged over the clients, except the head. After each local training, a
+      client stores a copy of all tensors that are not decomposed, for later predictions of the task.
     - The server's means use the client weights of the federation.
+    - The number of a layer's units that are uploaded as zeros is rounded down. The authors' code adds 1 to this number.
     - A starts at a third of the current base, not of the first base.
     - The knowledge base contains no A of the client itself.
 

@@ -165,7 +165,8 @@ class GLFC(Method):
     logits. BCE is the binary cross-entropy with a sigmoid, averaged over the classes that any client has received so
     far. The weights w are `class_aware_weights`. The target t is the label y, but with the teacher's prediction for old
     classes. If there are no old classes, only the first term is used, without the factor. Old classes are the classes
-    of all earlier experiences of the stream. Streams whose experiences are not defined by classes have no old classes.
+    of all earlier experiences of the stream. Streams whose experiences are not defined by classes have no old classes,
+    and BCE is then averaged over all classes.
 
     The teacher is the server's model from before the first client entered the newest experience. See
     `lightning_fcl.methods.teachers`. A client downloads the teacher once in each experience except the first. For

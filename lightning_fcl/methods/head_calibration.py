@@ -79,9 +79,9 @@ class Fed3R(Method):
             return
         if stream.plan.history != "round":
             raise InvalidValueError(
-                f'Expected a stream with `history="round"` for `Fed3R`, but got "{stream.plan.history}", which would '
+                f'Expected a scenario with `history="round"` for `Fed3R`, but got "{stream.plan.history}", which would '
                 "count samples twice.",
-                hint="Leave `history` out.",
+                hint="Leave `history` out of the scenario's arguments.",
                 argument="history",
                 value=stream.plan.history,
             )

@@ -29,8 +29,8 @@ class IntrinsicPlasticity(Method):
 
     A unit with the net input ``net`` has the activation ``h = tanh(gain * net + bias)``. On each batch, gain and bias
     change by ``eta * dg`` and ``eta * db``, with ``db = (mu - h (2 sigma^2 + 1 - h^2 + mu h)) / sigma^2`` and
-    ``dg = 1 / gain + db * net``. dg and db are summed over the steps of a sequence, and averaged over the sequences of
-    the batch. With ``normalize_grad``, dg and db are then normalized. Clients keep no state.
+    ``dg = 1 / gain + db * net``. dg and db are summed over the time steps of a sequence after the washout, and averaged
+    over the sequences of the batch. With ``normalize_grad``, dg and db are then normalized. Clients keep no state.
 
     In a federation this method is FedIP (De Caro et al.). In all rounds of an experience except the last, clients adapt
     gain and bias, and the server averages them. In the last round, clients upload the statistics of the readout. With
@@ -46,7 +46,7 @@ class IntrinsicPlasticity(Method):
         normalize_grad: Whether the update directions of gain and bias are each normalized to length 1, layer by layer.
             Without normalization, ``eta`` must be very small. For example, gains diverge with ``eta=0.01``.
         restart: Whether gain is reset to 1 and bias to 0 at the start of each experience. With ``"auto"``, they are
-            reset if the stream has ``history="seen"`` (joint training from scratch on all data so far).
+            reset if the scenario has ``history="seen"`` (joint training from scratch on all data so far).
         min_gain: Lower bound of the gains, above 0. Gains below the bound are clamped, and a warning is logged once.
 
     Raises:

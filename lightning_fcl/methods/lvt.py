@@ -46,9 +46,11 @@ class LVTMethod(Method):
 
     When a task ends, the client stores the share ``rho`` of each class's samples: the samples with the lowest losses.
     The paper has a confidence-aware memory of fixed size instead. The losses are computed with the client's own model
-    after the client's last round of the task. Stored samples, K_prev and G stay on the client. The client uploads the
-    same tensors as in FedAvg. Two parts of the paper are not implemented: the second classifier for new tasks only,
-    and the decay of the first classifier's weight.
+    after the client's last round of the task. If the rounds of a task have different samples, the client selects from
+    the new samples of each round, with its model after this round. G is then the mean over the new samples of the
+    task's last round. Stored samples, K_prev and G stay on the client. The client uploads the same tensors as in
+    FedAvg. Two parts of the paper are not implemented: the second classifier for new tasks only, and the decay of the
+    first classifier's weight.
 
     Args:
         gamma: Weight of the attention loss, at least 0. With 0, K is not regularized and not stored.

@@ -25,8 +25,8 @@ _TOLERANCE = 4e-9
 _PIECE = 16384
 # Number of coordinates per part of the result. A part stays in the cache while gradients are added to it.
 _STRETCH = 2**18
-# Minimum number of coordinates of gradients that are summed in their own precision. Shorter gradients, and sums whose
-# large terms cancel, are computed in double precision.
+# Minimum number of coordinates of gradients in single or double precision that are summed in their own precision. All
+# other gradients, and sums whose large terms cancel, are computed in double precision.
 _LONG = 100_000
 # Index of the first solver to try: 0 for quadprog, 1 for the solver in NumPy.
 _FIRST = 0 if find_spec("quadprog") else 1
@@ -48,8 +48,8 @@ def project(gradient: Tensor, constraints: Tensor, margin: float = 0.0) -> Tenso
     ``g' = G^T v + g`` (GEM, Lopez-Paz and Ranzato, 2017, eq. 11 and 12; FedViT, eq. 7 to 9).
 
     Dot products are computed in double precision and divided by the norms, so that the scales of the gradients do not
-    matter. Before the result is rounded to the dtype of ``gradient``, ``<g', g_i> / (||g|| ||g_i||)`` is at least
-    -1e-8. Rows may be zero, equal, or linearly dependent.
+    matter. If ``margin`` is 0, ``<g', g_i> / (||g|| ||g_i||)`` is at least -1e-8, except for rounding errors in the
+    dtype of ``gradient``. Rows may be zero, equal, or linearly dependent.
 
     Args:
         gradient: The gradient g, shape (p,).
@@ -231,8 +231,8 @@ def _solve(unit: Matrix, slope: Matrix) -> Matrix:
             if weights is not None:
                 return weights
         warnings.warn(
-            f"The solver `{solver.__name__[1:]}` found no projection of a gradient. If all solvers fail, the projected "
-            "gradient is 0.",
+            f"The solver `{solver.__name__.removeprefix('_by_')}` found no projection of a gradient. If all solvers "
+            "fail, the projected gradient is 0.",
             stacklevel=4,
         )
     return np.full_like(slope, np.nan)

@@ -36,7 +36,7 @@ class ClassSums(SparseMean):
     Entries have the shape (classes, 1 + features): a count and a sum of features. Their quotient is the mean over the
     samples of all clients, independent of the clients' weights in other reductions. If no client of the round has
     samples of a class, the server keeps the class's earlier count and sum. Sums of different rounds are not added.
-    Zeros are not transmitted.
+    Uploads are compressed, see `SparseMean.pack`.
     """
 
     name = "class_sums"

@@ -65,14 +65,15 @@ class Replay(Method):
         memory_size: Maximum number of samples in the buffer. A float is a fraction of the client's samples in the whole
             `FederatedStream`. With ``policy="refresh"`` it is the number per task (experience).
         policy: How the buffer selects samples. ``"reservoir"``: reservoir sampling over all offered samples.
-            ``"class-balanced"``: equal shares of each class seen. ``"refresh"``: a random choice of the task's new
-            samples replaces the task's earlier choice (Usmanova et al., 2021, section 5.3).
+            ``"class-balanced"``: equal shares of each class seen. ``"refresh"``: each update draws the samples of the
+            current task again (Usmanova et al., 2021, section 5.3), at random from the samples of the round. If the
+            round lacks samples of the task's earlier rounds, the draw includes the samples of the task in the buffer.
         update: When new samples become replay samples. ``"round"``: in the client's next round. ``"experience"``: when
             the client enters a later experience, so that no sample of the current experience is replayed.
         oversample: Whether to repeat the replay samples until their number equals the number of samples offered so far.
             Earlier data then have the same weight as if the buffer had stored every sample. Requires
             ``policy="reservoir"``.
-        include_base: Whether every client's buffer starts with the samples of the stream's base session.
+        include_base: Whether the samples of the stream's base session are offered to each client's buffer first.
         buffer: A buffer of Avalanche, which replaces ``memory_size`` and ``policy``: ``ReservoirSamplingBuffer``,
             ``ClassBalancedBuffer``, ``ExperienceBalancedBuffer`` or ``ParametricBuffer``. ``ExperienceBalancedBuffer``
             treats all samples of one update as one experience. The selection strategy of ``ParametricBuffer`` gets the

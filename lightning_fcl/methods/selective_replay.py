@@ -41,7 +41,8 @@ class DERpp(Method):
 
     A client keeps a uniform random choice of all samples that it has trained on (reservoir sampling). Each sample is
     offered once, after the client's first round with it, with the logits of the model that the client has just trained.
-    The samples and logits stay on the client. The client uploads the same tensors as in FedAvg.
+    In a plain Trainer without a `FederatedStream`, each sample is offered again in each epoch. The samples and logits
+    stay on the client. The client uploads the same tensors as in FedAvg.
 
     Args:
         memory_size: Maximum number of samples that a client keeps, at least 1.
@@ -97,10 +98,11 @@ class ReFed(Method):
     """Re-Fed (Li et al., 2024, CVPR): replay the samples with the largest gradients of a personal model.
 
     At the end of an experience a client computes `sample_importance` for its replay samples and the samples of the last
-    round. The client keeps the ``memory_size`` samples with the largest importance. To compute the importance, a
-    personal model ``v`` takes gradient steps on all of these samples. Each step also moves ``v`` towards the model that
-    the client received. ``v`` starts from the received model in the first experience and continues in later
-    experiences. ``v`` is client-local. The client uploads the same tensors as in FedAvg.
+    round. The client keeps the ``memory_size`` samples with the largest importance. If the rounds of an experience have
+    different samples, the client selects after each round, from its replay samples and the new samples of the round. To
+    compute the importance, a personal model ``v`` takes gradient steps on all of these samples. Each step also moves
+    ``v`` towards the model that the client received. ``v`` starts from the received model in the first experience and
+    continues in later experiences. ``v`` is client-local. The client uploads the same tensors as in FedAvg.
 
     Deviation: in the paper the selection is done when the next experience starts, with the server's model after the
     last round. The default values are chosen by this library.

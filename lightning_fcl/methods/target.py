@@ -47,7 +47,7 @@ class TARGET(Method):
     generator, so that the server's model predicts randomly drawn classes for the images. The images' statistics in the
     batch normalization layers must also match the running statistics (`with_statistics_distance`). In each round of the
     next experience, the server sends the images and their logits to each client, instead of the old model. For this
-    purpose, a client also uploads the set of its classes of all experiences so far.
+    purpose, a client also uploads the set of classes of all experiences so far.
 
     Deviation: the authors' generator starts each batch from a meta-learned state. From its 20th batch on, it has a
     student as an adversary. Here one generator continues from batch to batch, without a student.

@@ -75,14 +75,14 @@ class Unlearning(Method):
                 raise InvalidValueError(
                     f"Expected each round in `requests` to be at least 0 and below {rounds}, the number of rounds "
                     f"of the fit, but got {round_idx} for client {client}.",
-                    hint="Name a round of the fit, or raise `max_epochs`.",
+                    hint="Use a round of the fit, or raise `max_epochs`.",
                     argument="requests",
                 )
             if not any(client in current for current in plan.train[: round_idx + 1]):
                 raise InvalidValueError(
                     f"Expected `requests` of clients that have trained, but client {client}, which leaves after round "
                     f"{round_idx}, has no data up to that round.",
-                    hint="Name a later round for this client, or leave the client out of `requests`.",
+                    hint="Use a later round for this client, or leave the client out of `requests`.",
                     argument="requests",
                 )
 

@@ -33,8 +33,8 @@ class FedWEITNet(Serializable):
       authors' code. The knowledge base contains adaptives of other clients.
 
     Only the linear and convolutional weights that match ``layers`` are decomposed. All other tensors (biases,
-    normalization, tokens, the head) are trained as usual and copied when a task ends. Therefore, the output for a past
-    task depends only on B and on the client's ``tasks``.
+    normalization, tokens, the head) are trained as usual. They are copied after each local training in a task, see
+    `update_buffers_`. Therefore, the output for a past task depends only on B and on the client's ``tasks``.
 
     In training mode, the output is computed with the weights of the current task. In evaluation mode, the logit of a
     class is computed with the weights of the client's task that contains the class. If no task contains the class, the
@@ -176,8 +176,9 @@ class FedWEITNet(Serializable):
     def start_task(self, classes: Tensor, adaptives: int = 0) -> None:
         """Start the client's next task.
 
-        A starts at B / 3, as in the authors' code. Each layer's part of the mask is drawn from a normal distribution
-        with mean 0 and variance 1 / units. The attention is drawn with mean 0 and variance 1 / adaptives.
+        A starts at a third of the current B. In the authors' code, A starts at a third of the first B. Each layer's
+        part of the mask is drawn from a normal distribution with mean 0 and variance 1 / units. The attention is drawn
+        with mean 0 and variance 1 / adaptives.
 
         Args:
             classes: Classes of the task.

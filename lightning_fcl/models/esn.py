@@ -195,8 +195,8 @@ class EchoStateNetwork(Serializable):
 
         ``h`` is the activation before the leak, and g the gain. ``net`` is the net input of a unit, which is treated as
         constant. The directions are ``db = -(-mu/s2 + h/s2 (2 s2 + 1 - h^2 + mu h))`` with s2 = sigma^2, and
-        ``dg = 1/g + db net``, summed over time. This is eq. 4 of De Caro et al., with the terms that are missing in the
-        printed paper.
+        ``dg = 1/g + db net``, each summed over the time steps after the washout. This is eq. 4 of De Caro et al., with
+        the terms that are missing in the printed paper.
 
         Args:
             x: Inputs of shape (batch, time, in_features).

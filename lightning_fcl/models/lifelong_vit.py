@@ -215,9 +215,9 @@ class DyTox(Serializable):
     the tasks in different orders, all clients that learn a block share its token and head.
 
     The original model grows with each task. This model has the tokens and heads of all tasks from the start, so that
-    all clients have the same state. The buffer ``learnt`` marks the tasks in use. The logits of other tasks are a very
-    low constant, and the parameters of these tasks get no gradients. `lightning_fcl.callbacks.DyToxMethod` marks tasks
-    as learned. While no task is marked, all tasks are in use.
+    all clients have the same state. The buffer ``learnt`` marks the tasks in use. The logits of all other tasks are a
+    very low constant, so the gradients of these tasks' tokens and heads are 0. `lightning_fcl.callbacks.DyToxMethod`
+    marks tasks as learned. While no task is marked, all tasks are in use.
 
     Each task also has a divergence head with one logit for each class of the task, and one logit for all earlier
     classes. By default, the body has 2,246,016 parameters, and the decoder has 444,864 parameters. For each task, the

@@ -230,7 +230,7 @@ def test_project_quadprog_fails_uses_other_solver(monkeypatch):
         gradient, constraints = problem(seed, k=2 + seed % 4, spread=True)
         if (constraints @ gradient >= 0).all():
             continue
-        with pytest.warns(UserWarning, match="`by_quadprog` found no projection"):
+        with pytest.warns(UserWarning, match="`quadprog` found no projection"):
             result = project(gradient, constraints)
         assert_close(result, nearest(gradient, constraints), gradient)
 
@@ -239,7 +239,7 @@ def test_project_quadprog_returns_nan_uses_other_solver(monkeypatch):
     monkeypatch.setattr(quadprog, "solve_qp", lambda matrix, slope, *rest: [np.full(len(slope), np.nan)])
     gradient, constraints = problem(3, k=4)
     assert (constraints @ gradient < 0).any()
-    with pytest.warns(UserWarning, match="`by_quadprog` found no projection"):
+    with pytest.warns(UserWarning, match="`quadprog` found no projection"):
         result = project(gradient, constraints)
     assert_close(result, nearest(gradient, constraints), gradient)
 

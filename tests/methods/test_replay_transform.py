@@ -21,6 +21,7 @@ from lightning_fcl.errors import InvalidTypeError, InvalidValueError
 from lightning_fcl.local_training.sequential import SequentialTrainer
 from lightning_fcl.local_training.vectorized import VectorizedTrainer
 from lightning_fcl.local_training.vmap_training_step import StepTrainer
+from lightning_fcl.methods.replay_samples import check_transform
 
 GLOBAL = np.random.default_rng(5)
 
@@ -422,6 +423,18 @@ def test_replay_transform_changing_sample_raises_before_first_round(fit, make_st
     with pytest.raises(ValueError, match=message):
         fit(task, make_stream(), [Replay(9, transform=transform)])
     assert all(torch.equal(value, before[name]) for name, value in task.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("transform", "message"),
+    [
+        (lambda sample: {"y": sample["y"]}, "`x` in a replay sample, .* but got a dict without this name"),
+        (lambda sample: {**sample, "x": None}, "`x` in a replay sample, .* but got NoneType"),
+    ],
+)
+def test_check_transform_dict_without_value_raises(transform, message):
+    with pytest.raises(ValueError, match=message):
+        check_transform(transform, {"x": torch.zeros(1, 6), "y": torch.zeros(1)})
 
 
 def test_replay_transform_plain_trainer_raises_on_first_replay_samples(make_task, samples, train):

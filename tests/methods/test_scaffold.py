@@ -190,3 +190,6 @@ def test_scaffold_unsupported_settings_raise(fit, make_stream, make_task):
     ):
         with raises(InvalidValueError, "optimizer"):
             fit(task, make_stream(), [SCAFFOLD()], **UNIFORM)
+    text = r"but got SGD with lr=\[0.1\], momentum=\[0.9\], nesterov=\[False\], dampening=\[0.1\] \(one value per"
+    with pytest.raises(InvalidValueError, match=text):
+        fit(make_task(damped), make_stream(), [SCAFFOLD()], **UNIFORM)
