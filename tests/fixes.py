@@ -1997,7 +1997,7 @@ ROWS |= {
         fit_staggered,
         {"method": FedDyn, "scenario": Delayed(ClassIncremental(2, 2), max_delay=2)},
         {"scenario": ClassIncremental(2, 2)},
-        "Use a scenario other than `Delayed`",
+        "Use a scenario in which all clients enter each experience in the same round",
     ),
     "FedDyn with Delayed, by another method": Row(
         fit_staggered,

@@ -97,7 +97,8 @@ def check_in_step(method: MethodBase, module: L.LightningModule) -> None:
             "Expected all clients to enter each experience in the same round, because "
             f"`{type(method).__name__}` resets its server state in each experience, but the clients of this stream "
             "enter an experience in different rounds.",
-            hint="Use a scenario other than `Delayed`, or use `SCAFFOLD`.",
+            hint="Use a scenario in which all clients enter each experience in the same round, such as "
+            "`ClassIncremental`, or use `SCAFFOLD`.",
             argument="scenario",
         )
 
