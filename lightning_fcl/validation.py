@@ -76,13 +76,16 @@ def format_code_names(names: Iterable[object]) -> str:
     return format_names((f"`{name}`" for name in names), max_names=3)
 
 
-def check_clients(setting: str, client_ids: Iterable[str], clients: Collection[str]) -> None:
+def check_clients(
+    setting: str, client_ids: Iterable[str], clients: Collection[str], argument: str | None = None
+) -> None:
     """Raise UnknownNameError if a name in ``client_ids`` is not a client of the stream.
 
     Args:
         setting: Name of the argument for the message.
         client_ids: Names to check.
         clients: Names of the stream's clients.
+        argument: Name of the argument for the error. Default: ``setting`` without backticks.
     """
     unknown = sorted(set(client_ids) - set(clients), key=str)
     if unknown:
@@ -94,7 +97,7 @@ def check_clients(setting: str, client_ids: Iterable[str], clients: Collection[s
             f"Expected {setting} to match clients of the stream ({format_names(clients)}), but got "
             f"{format_names(unknown)}.",
             hint=hint,
-            argument=setting.strip("`"),
+            argument=argument or setting.strip("`"),
             value=unknown,
         )
 

@@ -118,7 +118,7 @@ def model_name(model: str) -> str:
 
 
 def task_name(record: Mapping[str, Any], model: str, task: int) -> str:
-    """Return the names of the groups in a model's task."""
+    """Return the names of the groups in a model's task as text: at most 12 names, and the number of remaining names."""
     return format_names((record["groups"][group] for group in record["tasks"][model][task]), max_names=12)
 
 
@@ -126,7 +126,7 @@ def experience_names(record: Mapping[str, Any]) -> list[str]:
     """Return the names of the server's experiences.
 
     The name of an experience contains the names of its groups. If a name is longer than 24 characters or two names are
-    equal, the names are the numbers from 1.
+    equal, all experiences are numbered from 1 instead.
     """
     names = [", ".join(record["groups"][group] for group in groups) for groups in record["tasks"].get("server", [])]
     distinct = len(set(names)) == len(names) and max(map(len, names), default=0) <= 24
@@ -134,7 +134,11 @@ def experience_names(record: Mapping[str, Any]) -> list[str]:
 
 
 def experience_labels(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a label for each experience, such as "after digits". If the runs have different names, use numbers."""
+    """Return a label for each experience, such as "after digits".
+
+    The labels are "after experience 1", "after experience 2", ... if the experiences have numbers instead of names, or
+    if the runs have different experience names.
+    """
     names = experience_names(records[0])
     numbers = [str(number + 1) for number in range(len(names))]
     if names != numbers and all(experience_names(record) == names for record in records):
@@ -150,7 +154,7 @@ def describe_run_size(results: Mapping[str, Any]) -> str:
 
 
 def communication_volumes(record: Mapping[str, Any]) -> FloatArray:
-    """Return the bytes that all clients together sent (row 0) and received (row 1) in each round, shape (2, R).
+    """Return the bytes that all clients together sent (row 0) and received (row 1) in each of R rounds, shape (2, R).
 
     Example:
         >>> record = {"rounds": [{"upload_bytes": {"a": 40, "b": 40}, "download_bytes": {"a": 50, "b": 50}}]}
@@ -183,7 +187,7 @@ def communication_time(record: Mapping[str, Any], bandwidth: float) -> float:
     """
     if not 0 < bandwidth < float("inf"):
         raise InvalidValueError(
-            f"Expected `bandwidth` to be a positive number of bytes per second, but got {bandwidth}.",
+            f"Expected `bandwidth` to be a positive finite number of bytes per second, but got {bandwidth}.",
             argument="bandwidth",
             value=bandwidth,
         )
@@ -203,7 +207,7 @@ def communication_time(record: Mapping[str, Any], bandwidth: float) -> float:
 
 
 def simulated_times(record: Mapping[str, Any]) -> FloatArray:
-    """Return the simulated seconds from the start of the run to the end of each round, shape (R,).
+    """Return the simulated seconds from the start of the run to the end of each of R rounds, shape (R,).
 
     The array is empty if the run has no simulated clock.
 

@@ -124,7 +124,7 @@ class Table:
         versions: Version of each package that the runs used, by the name of the package.
         machine: Machine of the runs.
         seconds: Sum of the durations of the runs.
-        rows: Cells of each row, by metric.
+        rows: Cells by metric, for each row name.
     """
 
     paper: str

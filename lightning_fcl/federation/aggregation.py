@@ -247,7 +247,8 @@ class UpdateSums:
         if self._encoded is not None:
             if not isinstance(self._encoded, Syncable):
                 raise InvalidValueError(
-                    f"Expected one device for an accumulator without `sync`, but got {ranks.num_ranks}.",
+                    f"Expected one device for the accumulator `{type(self._encoded).__name__}`, which has no `sync`, "
+                    f"but got {ranks.num_ranks}.",
                     hint="Define `sync` in the accumulator, or train with `devices=1` and `num_nodes=1`.",
                     argument="devices",
                 )

@@ -23,10 +23,10 @@ from lightning_fcl.io.paths import safe_join
 from lightning_fcl.io.reading import check, regular_file
 
 StateSection = dict[str, Tensor]
-"""State of one client for one method, the model, or the optimizer: a flat dict of tensors."""
+"""One part of a client's state, such as the state of one method, of the model or of the optimizer: tensors by name."""
 
 ClientState = dict[str, StateSection]
-"""State of one client between rounds: one `StateSection` per section (``model``, ``optimizer``, each method)."""
+"""State of one client between rounds: a `StateSection` by section name (``model``, ``optimizer``, a method, ...)."""
 
 RESIDUAL_SECTION = "unsent"
 """Section with the entries that a client could not send, because it missed a synchronization."""
@@ -100,7 +100,8 @@ class ClientStore:
     Args:
         kind: ``"memory"``, or ``"disk"`` for files.
         folder: Folder of the files. `sync` and `commit_round` flush the files to the disk, which protects them from a
-            power failure. Default: a temporary folder, which is deleted at the end and is never flushed.
+            power failure. Default: a temporary folder, which is never flushed. The folder is deleted when the store is
+            deleted or the process ends.
     """
 
     def __init__(self, kind: Literal["memory", "disk"] = "memory", folder: str | Path | None = None) -> None:
@@ -111,8 +112,9 @@ class ClientStore:
         self._states: dict[str, ClientState] = {}
         self._pixels: PixelEncoding | None = None
         self._first = True
-        # For each client whose state the current round has changed: the state before the round. For a store on disk,
-        # {} means that a backup file contains this state. None outside a round.
+        # For each client whose state the current round has changed: the state before the round, or None if there was no
+        # state. For a store on disk, {} means that a backup file contains this state. Outside a round, the whole
+        # attribute is None.
         self._before: dict[str, ClientState | None] | None = None
         self._folder: Path | None = None
         self._lasting, self._written = folder is not None, set[Path]()

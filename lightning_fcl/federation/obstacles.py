@@ -15,7 +15,7 @@ class Reason(Enum):
     # Settings.
     COHORT_SIZE = "`max_vectorized_clients` is 1"
     PARAMETERS = "the module has more than {:,} parameters"
-    KEEP_OPTIMIZER = "`keep_optimizer_state` is True, so each client has its own optimizer"
+    KEEP_OPTIMIZER = "`keep_optimizer_state` is True, so each client has its own optimizer state"
     PRECISION = "the precision is {}"
     OPTIMIZERS = "the module has several optimizers"
     OPTIMIZER = "`{}` does not update each element independently of the other elements"

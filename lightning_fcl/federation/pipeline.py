@@ -61,8 +61,8 @@ class Pipeline:
         codec, mask = self.codec, self.mask
         if codec is not None and mask is not None and not codec.linear:
             raise InvalidValueError(
-                f"Expected a `compression` with `linear = True`, because the server can decode only sums of encoded "
-                f"updates with `{type(mask).__name__}`, but got `{type(codec).__name__}`.",
+                f"Expected a `compression` with `linear = True`, because with `{type(mask).__name__}` the server can "
+                f"decode only sums of encoded updates, but got `{type(codec).__name__}`.",
                 hint="Remove `compression`.",
                 argument="compression",
                 value=type(codec).__name__,

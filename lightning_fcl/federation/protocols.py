@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 
 
 class CurrentRound(Protocol):
-    """The current round and the client that trains. ``client_round`` is None if several clients train vectorized."""
+    """The current round and the client that trains.
+
+    ``client_round`` is None if the batches are stacked for vectorized training.
+    """
 
     round_idx: int
 
@@ -124,7 +127,10 @@ def get_ranks(trainer: L.Trainer) -> Ranks:
 
 @runtime_checkable
 class ClientEndListener(Protocol):
-    """A callback that runs after each client's local training. The client's state is then in the module."""
+    """A callback that runs after each client's local training.
+
+    The client's state is then in the module. `ClientStateReader` describes an exception.
+    """
 
     def on_client_end(self, trainer: L.Trainer, pl_module: L.LightningModule, client_round: ClientRound) -> None:
         """Called after the local training and upload of each client, except clients whose upload was dropped."""

@@ -11,7 +11,7 @@ Every entry of a module's state has one *reduction*. The built-in reductions hav
 ``download_only``         the server's value: clients download it and upload nothing
 ``constant``              identical on the server and all clients; never transmitted (random weights of a reservoir)
 ``median``                coordinate-wise median of the uploads (unweighted)
-``trimmed_mean``          coordinate-wise mean without 10 % of the values at each end (unweighted);
+``trimmed_mean``          coordinate-wise mean without 10 % of the values (rounded down) at each end (unweighted);
                           ``TrimmedMean(0.2)`` removes 20 % at each end
 ``krum``                  the upload that is nearest to its neighbors, selected over all ``krum`` entries together;
                           ``Krum(1)`` assumes one malicious client

@@ -38,6 +38,8 @@ def median(stack: Tensor) -> Tensor:
 def trimmed_mean(stack: Tensor, trim: float) -> Tensor:
     """Return the coordinate-wise mean over the first dimension without the ``trim`` fraction of values at each end.
 
+    The number of values to remove at each end is rounded down.
+
     Raises:
         InvalidValueError: If ``trim`` is not at least 0 and below 0.5.
     """
@@ -108,7 +110,8 @@ class TrimmedMean(Reduction):
     """The coordinate-wise mean of the uploads without the ``trim`` fraction of values at each end (``trimmed_mean``).
 
     Args:
-        trim: Fraction of the values to remove at each end, at least 0 and below 0.5.
+        trim: Fraction of the values to remove at each end, at least 0 and below 0.5. The number of removed values is
+            rounded down.
 
     Raises:
         ValueError: If ``trim`` is not at least 0 and below 0.5.

@@ -150,14 +150,14 @@ class FederatedServer:
             module: The module. If it has a ``reductions`` attribute, the attribute defines the reductions of the
                 module's entries. The attribute is read again in each round.
             rules: Reductions by pattern, which override the reductions of the module.
-            extra_tensors: Entries in addition to the module's entries. Clients download and upload these entries too.
-                The server keeps their values between rounds, in the attribute ``extra_tensors``. A given value is used
-                only if the server has no value yet.
+            extra_tensors: Entries in addition to the module's entries. The reduction of an entry defines whether
+                clients download and upload the entry. The server keeps the values between rounds, in the attribute
+                ``extra_tensors``. A given value is used only if the server has no value yet.
             round_idx: Index of the round.
 
         Raises:
             InvalidValueError: If the module and ``extra_tensors`` have an entry with the same name, or a trainable
-                entry is non-finite.
+                entry that clients upload is non-finite.
         """
         self.reductions = get_reductions(module, rules)
         self.state = {name: plain_tensor(value).clone() for name, value in state_tensors(module).items()}
@@ -568,7 +568,8 @@ class FederatedServer:
         positive weight for each client of the stream.
         """
         weights = self.client_weights if isinstance(self.client_weights, dict) else None
-        check_clients("names", {*explicit_clients, *(weights or ())}, stream_clients)
+        setting = "client names in the settings of the strategy and the methods"
+        check_clients(setting, {*explicit_clients, *(weights or ())}, stream_clients, argument="names")
         if unweighted_clients := [
             client for client in stream_clients if weights is not None and not weights.get(client, 0) > 0
         ]:

@@ -1,9 +1,9 @@
 """Client sampling and timing: which clients train in a round, and which uploads arrive in time.
 
-Sampling and timing depend only on the seed, the plan, the clients' names, their speeds and the sizes of messages.
-Training does not change these values. Therefore sampling and timing are computed before the round, and are identical on
-every machine. A late client does not train. The clock counts nanoseconds as integers, so that sums of times do not
-depend on the order of addition.
+Sampling and timing depend on the seed, the plan, the settings, the clients' names, their speeds, the sizes of messages,
+and the clients that were withdrawn in earlier rounds. Values that training computes have no influence. Therefore
+sampling and timing are computed before the round, and are identical on every machine. A late client does not train. The
+clock counts nanoseconds as integers, so that sums of times do not depend on the order of addition.
 """
 
 from __future__ import annotations
@@ -142,10 +142,11 @@ def nanoseconds(seconds: float) -> int:
 class Deadline(Synchronization):
     """Synchronous rounds with a deadline (Bonawitz et al., 2019, section 2.2).
 
-    A round ends when ``target_uploads`` uploads have arrived, or at the deadline. The uploads that have arrived by then
-    count, at most ``target_uploads``. All other sampled clients are late, and are treated like clients that were not
-    sampled. If no upload arrives before the deadline, the round waits for the first upload. Sample more clients than
-    ``target_uploads`` (1.3 times as many in the paper), so that the round does not wait for the slowest clients.
+    A round ends when ``target_uploads`` uploads or all uploads have arrived, or at the deadline. The uploads that have
+    arrived by then count, at most ``target_uploads``. All other sampled clients are late. They download the server's
+    state, but do not train and keep their client states. If no upload arrives before the deadline, the round waits for
+    the first upload. Sample more clients than ``target_uploads`` (1.3 times as many in the paper), so that the round
+    does not wait for the slowest clients.
 
     Args:
         speeds: Speeds of the clients.
@@ -223,7 +224,8 @@ def draw_client_order(plan: Plan, round_idx: int, seed: int) -> NDArray[np.int64
 class Participation:
     """The client sampling of a federation: which clients train in each round.
 
-    The sampling depends only on the seed, the round and the clients' names, not on earlier rounds.
+    The random order of the clients in a round depends only on the seed, the round and the clients' names, not on
+    earlier rounds.
 
     Attributes:
         min_samples: Number of samples that a client needs to train in a round. A client with fewer samples counts as a
@@ -291,7 +293,10 @@ class Participation:
 
     @property
     def is_full(self) -> bool:
-        """Whether the settings let every client with data train and upload in each round."""
+        """Whether every client with data trains and uploads in each round.
+
+        True if ``fraction_or_count`` is 1.0 (a float), and there is no swarm and no synchronization.
+        """
         everyone = isinstance(self.fraction_or_count, float) and self.fraction_or_count == 1.0
         return everyone and self.swarm is None and self.synchronization is None
 

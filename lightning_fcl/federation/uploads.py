@@ -1,7 +1,7 @@
 """Uploads: all tensors that clients send, and the transforms that change them.
 
-An `Uploads` object contains each tensor that a client sends in a round: the entries of the module, the entries that the
-server keeps for a method, and the messages of methods. If several clients train vectorized, one object contains the
+An `Uploads` object contains each tensor that a client uploads in a round: the entries of the module, the entries that
+the server keeps for a method, and the messages of methods. If several clients train vectorized, one object contains the
 tensors of all these clients. The steps are identical in a simulation and on a node of a deployment:
 
 =======================  ====================================================================================

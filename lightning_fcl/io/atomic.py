@@ -1,8 +1,8 @@
 """Atomic writes, locks and temporary folders.
 
-A file is written under a temporary name and then renamed, so that an interruption leaves no incomplete file. A process
-locks its temporary files and folders while it uses them. After a process was killed, a later process reuses or removes
-the temporary files and folders.
+Except in `append`, a file is written under a temporary name and then renamed, so that an interruption leaves no
+incomplete file under the final name. A process locks its temporary files and folders while it uses them. After a
+process was killed, a later process reuses or removes the temporary files and folders.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ def sha256(path: Path) -> str:
 def read_checksums(path: Path) -> dict[str, str]:
     """Read a list of checksums. Return the SHA-256 checksum of each listed file, by file name.
 
-    The listed files are not read. If the list itself is damaged, its checksums do not match the files.
+    The listed files are not read. If the list itself is damaged, this function raises an error, or the returned
+    checksums do not match the files.
     """
     lines = read_text(path, errors="replace").removesuffix("\n").split("\n")
     for line in lines:

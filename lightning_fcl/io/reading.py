@@ -99,7 +99,7 @@ def _other_kind(file_status: os.stat_result) -> str:
 
 @contextmanager
 def as_file_error(path: Path, description: str, remedy: str = REDOWNLOAD_HINT) -> Iterator[None]:
-    """Convert every error of a reader, except MemoryError, to an error that names the file.
+    """Convert every error of a reader, except MemoryError and LimitSettingError, to an error that names the file.
 
     Args:
         path: Path of the file.
@@ -165,7 +165,7 @@ def check_size(size: int, packed: int = 0, max_bytes: int | None = None) -> None
 
     Args:
         size: Size of the content in bytes, after decompression.
-        packed: Size of the file in bytes.
+        packed: Size of the compressed file in bytes. 0: the file is not compressed.
         max_bytes: Maximum size in bytes.
     """
     if max_bytes is not None:

@@ -1,4 +1,4 @@
-"""Reading of untrusted YAML with limits. Each error names the file.
+"""Reading of untrusted YAML with limits. The errors of `read_yaml` name the file.
 
 The size, the depth and the number of values are limited, so that a small file cannot expand to unlimited content.
 """

@@ -1,4 +1,4 @@
-"""Random targets and outputs for a trial. The trial checks that a sample's result depends on no other samples."""
+"""Random targets and outputs for trials. One trial checks whether a sample's result depends on other samples."""
 
 from __future__ import annotations
 

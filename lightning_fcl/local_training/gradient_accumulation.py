@@ -87,13 +87,13 @@ class GradientAccumulation:
             self._steps_within |= self._schedules() != self._start[1]
 
     def end_batches(self, optimizers: Sequence[Optimizer]) -> None:
-        """Save rates and schedules after the last batch, so that changes by the hooks of this batch can be undone."""
+        """Save optimizer groups and schedules after the last batch, so that changes by its hooks can be undone."""
         self._before_hooks = _copied([*map(group_values, optimizers)]), copy.deepcopy(self._schedules())
 
     def end_schedules(self, optimizer: Optimizer) -> None:
-        """Restore schedules and rates from the start of the round. Call this method before round schedules step.
+        """Restore schedules and scheduled values, such as learning rates, from the start of the round.
 
-        Round schedules are schedulers with ``interval="epoch"``.
+        Call this method before round schedules step. Round schedules are schedulers with ``interval="epoch"``.
         """
         if self._start is not None:
             groups, schedules = _copied(self._start[0]), copy.deepcopy(self._start[1])
@@ -200,7 +200,7 @@ class GradientAccumulation:
         if not self._configs:
             return
         with warnings.catch_warnings():
-            # In vectorized training, the stacked optimizer steps, and torch would warn that the module's did not step.
+            # In vectorized training, only the stacked optimizer steps. torch would warn about the module's optimizer.
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
             for config in self._configs:
                 if self._steps % config.frequency == 0:

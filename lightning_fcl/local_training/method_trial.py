@@ -232,7 +232,10 @@ class _MethodTrial:
         return replace(inputs, parts=parts, memories=memories)
 
     def _batches(self, composition: Composition) -> tuple[list[Batch], list[Tensor]]:
-        """Return a batch with random targets for each client, and random outputs for each batch."""
+        """Return a batch with random targets for each client, and random outputs for each batch.
+
+        A batch without targets is returned unchanged. If the module has no output for the batch, each output is 0.
+        """
         if not is_labelled(self._batch):
             return [self._batch] * len(_NAMES), [torch.zeros((), device=self._device)] * len(_NAMES)
         x, y = self._batch

@@ -125,7 +125,7 @@ class ModuleSnapshot:
         """Write ``items`` to a list instead of the items that clients of this round have appended to the list.
 
         Returns:
-            Whether the list is part of the snapshot. If False, the list has not changed.
+            Whether the list is part of the snapshot. If False, this call does not change the list.
         """
         records = (part for part in self._parts if isinstance(part, ContainerValue) and part.value is value)
         record = next(records, None)

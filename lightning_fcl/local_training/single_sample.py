@@ -30,7 +30,7 @@ from lightning_fcl.methods.frozen_layers import frozen_layers
 from lightning_fcl.methods.functional import trainable_parameters
 
 _Step = Callable[[L.LightningModule, Batch], Iterable[Tensor]]
-"""Function that trains a copy of a module on a batch. The returned tensors must be finite."""
+"""Function that runs a copy of a module on a batch. The returned tensors must be finite."""
 
 
 def why_not_single_sample(
@@ -45,7 +45,7 @@ def why_not_single_sample(
     Args:
         module: The module, with its Trainer.
         optimizers: Optimizers of the module. Empty if they do not exist yet.
-        stream: The stream. The trial uses two samples of the first client that has samples.
+        stream: The stream. The trial uses the first and the last sample of the first client that has samples.
     """
     if (rows := first_indices(stream)) is None:
         return None
@@ -86,7 +86,7 @@ def _why_not(
         except Exception as error:  # User code may raise any exception.
             return f"`{type(error).__name__}: {first_line(error)}`"
     finite = all(bool(torch.isfinite(value).all()) for value in results if value.is_floating_point())
-    return None if finite else "its output, its loss or a gradient is non-finite"
+    return None if finite else "its output, its loss, a gradient or a parameter is non-finite"
 
 
 def _train(module: L.LightningModule, batch: Batch) -> list[Tensor]:
@@ -137,4 +137,4 @@ def _constant(epoch: int) -> float:
 
 
 def _ignore(optimizer: Optimizer) -> None:
-    """Do nothing. Replaces `toggle_optimizer`, which is not needed in a single step."""
+    """Do nothing. Replaces `toggle_optimizer` and `untoggle_optimizer`, which are not needed in a single step."""

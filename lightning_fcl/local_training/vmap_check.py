@@ -81,8 +81,8 @@ def find_padding_obstacle(
 ) -> Obstacle | None:
     """Return the obstacle to vectorized training on padded batches, or None.
 
-    There is no obstacle if the module's training step is the mean of its `sample_loss`, and if two trials succeed. One
-    trial runs the module on a few samples. The other trial runs the loss and the methods on random outputs.
+    There is no obstacle if the module's training step is the mean of its `sample_loss`, and if the trials succeed. The
+    trials run the module on a few samples, and the loss and the methods also on random outputs.
     """
     if not isinstance(module, Vectorizable):
         return Obstacle(Reason.NO_SAMPLE_LOSS, (type(module).__name__,))

@@ -56,8 +56,8 @@ def find_step_obstacle(
     """Return the obstacle to vectorizing a module's own training step, or None.
 
     There is no obstacle if a trial succeeds. In the trial, two clients take a few steps, vectorized and sequentially.
-    Loss, gradients, buffers and logs must be equal, and the step must not change other state. Each method must have the
-    same penalty in both cases.
+    Loss, gradients, buffers and logs must be equal up to rounding, and the step must not change other state. Each
+    method must have the same penalty in both cases.
     """
     name = type(module).__name__
     if not module.automatic_optimization:
@@ -252,7 +252,7 @@ def _refuse_logger() -> NoReturn:
 
 @contextmanager
 def _apart(module: L.LightningModule, optimizer: Optimizer) -> Iterator[None]:
-    """Temporarily replace the loggers by loggers that raise. Afterwards, also restore the optimizer's groups."""
+    """Temporarily use loggers that raise ObstacleError. Afterwards, also restore the optimizer's groups."""
     trainer, groups = module.trainer, copy.deepcopy(group_values(optimizer))
     loggers = trainer.loggers
     trainer.loggers = [_NoLogger() for _ in loggers]
