@@ -207,15 +207,17 @@ def _checked(client: str, speed_values: Any) -> dict[str, float]:
         Speed(**numbers)
         return numbers
     except (AttributeError, TypeError, ValueError) as error:
+        # Other errors name internal functions. They mean that the value is not a dict, or that a key is unknown.
+        reason = f": {str(error).rstrip('.')}" if isinstance(error, ValueError) else ""
         raise InvalidValueError(
             f"Expected the speed of client {client} to be a dict of numbers with some of the keys "
-            f"{', '.join(_FIELDS)}, but got {speed_values!r:.100}: {error}",
+            f"{', '.join(_FIELDS)}, but got {speed_values!r:.100}{reason}.",
             argument=client,
             value=speed_values,
         ) from error
 
 
-_AGAIN = "Save the file as CSV, in UTF-8."
+_AGAIN = "Save the file as CSV in UTF-8, and pass its path."
 
 
 def _read(path: Path) -> dict[str, Any]:

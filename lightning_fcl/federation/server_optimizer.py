@@ -72,9 +72,11 @@ Expected `lr` of `SGD` to be a finite number, but got nan. Use a finite number, 
             if is_nan(value) or (name == "lr" and is_number(value) and not math.isfinite(value)):
                 number = 0.01 if name == "lr" else optimizer.defaults.get(name)
                 usable = 0.0 if number is None or is_nan(number) else number
+                is_sequence = isinstance(value, list | tuple)
+                condition = "contain only finite numbers" if is_sequence else "be a finite number"
                 raise InvalidValueError(
-                    f"Expected `{name}` of `{type(optimizer).__name__}` to be a finite number, but got {value}.",
-                    hint=f"Use a finite number, such as `{name}={usable}`.",
+                    f"Expected `{name}` of `{type(optimizer).__name__}` to {condition}, but got {value}.",
+                    hint=f"Use {'finite numbers' if is_sequence else 'a finite number'}, such as `{name}={usable}`.",
                     argument=name,
                     value=value,
                 )

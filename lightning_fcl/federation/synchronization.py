@@ -44,8 +44,8 @@ class TimingContext:
         plan: The plan of the stream.
         client_participation: The client sampling.
         local_epochs: Passes over a client's samples per round.
-        download_bytes: Bytes that each client downloads in a round.
-        upload_bytes: Bytes that each client uploads in a round.
+        download_bytes: Estimated number of bytes that each client downloads in a round.
+        upload_bytes: Estimated number of bytes that each client uploads in a round.
         reductions: The reduction of each entry of the server's state.
     """
 

@@ -35,7 +35,8 @@ class LogEntry:
 
     Args:
         name: Name of the value. Empty for a call of `update_train_loss`.
-        log_options: Other arguments of `log`.
+        log_options: Other arguments of `log`, except ``batch_size``. Also ``metric_attribute`` (the name of a logged
+            metric object in the module), or ``samples`` (for a call of `update_train_loss`).
         reduction: Reduction of the values of an epoch: ``mean``, ``sum``, ``max`` or ``min``. ``metric`` for a metric
             object.
         size: Weight of a client's value in a mean.
@@ -70,7 +71,10 @@ class _BatchValue:
 
 
 class LogRecorder:
-    """A recorder that replaces a module's `log`, metrics and (if defined) `update_train_loss` while a step runs.
+    """A recorder of the values that a step logs. It replaces functions of the module while the step runs.
+
+    The replaced functions are `log`, `update_train_loss` (if defined), and `forward`, `update`, `compute` and `reset`
+    of each metric in the module.
 
     Args:
         module: The module.

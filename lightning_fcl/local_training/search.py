@@ -35,7 +35,7 @@ class Search:
     Args:
         ignored_ids: Ids of objects that are not inspected.
         state: Ids of the tensors of the module's state.
-        records: Lists to which clients of earlier rounds have appended items, by the `id` of the list.
+        records: Snapshots of the lists to which clients of earlier rounds have appended items, by the `id` of the list.
         metrics: Whether to inspect metrics of torchmetrics.
 
     Attributes:
