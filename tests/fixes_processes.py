@@ -231,7 +231,7 @@ ROWS |= {
         read_speeds,
         {"text": 'client,seconds_per_sample\n0,"' + "0" * 200_000},
         {"text": "client,seconds_per_sample\n0,0.1\n"},
-        "Save the file as CSV, in UTF-8.",
+        "Save the file as CSV in UTF-8, and pass its path.",
     ),
     "batch of one sample": Row(fit_single, {"batch_size": 5}, {"batch_size": 6}, SINGLE),
     "client of one sample": Row(fit_single, {"num_clients": 12}, {"num_clients": 2}, SINGLE),
