@@ -125,6 +125,13 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1)
 
 
+def adam_with_betas(parameters, betas):
+    """Return Adam with coefficients that its constructor does not check."""
+    optimizer = torch.optim.Adam(parameters)
+    optimizer.param_groups[0]["betas"] = betas
+    return optimizer
+
+
 def has_rounds(trainer, rounds=1):
     assert trainer.current_epoch >= rounds
     assert all(value.isfinite().all() for value in trainer.lightning_module.state_dict().values())
@@ -715,6 +722,12 @@ ROWS |= {
         {"rate": float("nan")},
         {"rate": 0.01},
         "Use a finite number, such as `lr=0.01`.",
+    ),
+    "optimizer with a coefficient of NaN": Row(
+        lambda lab, betas: fit_one_round(lab, task=lab.task(lambda parameters: adam_with_betas(parameters, betas))),
+        {"betas": (float("nan"), 0.999)},
+        {"betas": (0.9, 0.999)},
+        "Use finite numbers, such as `betas=(0.9, 0.999)`.",
     ),
     "batches of one sample with batch normalization": Row(
         lambda lab, size: fit_one_round(

@@ -176,7 +176,7 @@ def read_saved(lab, save):
 
 
 PARQUET = "Write the file with `pandas.DataFrame.to_parquet`."
-CSV = "Save the file as CSV, in UTF-8."
+CSV = "Save the file as CSV in UTF-8, and pass its path."
 
 ROWS |= {
     "parquet file that is cut off": Row(parquet_of, {"damage": cut}, {"damage": None}, PARQUET, DamagedFileError),

@@ -176,7 +176,7 @@ def _read_csv(path: Path, features: Sequence[str], target: Sequence[str]) -> tup
 
 def _csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     """Yield (line, cells) for each non-empty row of a CSV file. ``line`` is the number of the row's last line."""
-    hint = "Save the file as CSV, in UTF-8."
+    hint = "Save the file as CSV in UTF-8, and pass its path."
     with (
         as_file_error(path, "to be a CSV file in UTF-8", hint),
         TextIOWrapper(open_file(path), encoding="utf-8-sig", newline="") as file,
