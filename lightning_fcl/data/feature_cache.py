@@ -164,7 +164,7 @@ def _write(path: Path, samples: int, features: Iterator[Tensor]) -> None:
 
 
 def _is_whole(path: Path, shape: tuple[int, int], begin: Tensor) -> bool:
-    """Return whether the cached features are undamaged and the backbone still returns the same first features."""
+    """Return whether the file is undamaged and its first features are nearly equal to new outputs of the backbone."""
     if not path.is_file() or path.stat().st_size != 4 * shape[0] * shape[1] + _DIGEST:
         return False
     content = np.memmap(regular_file(path), np.uint8, "r").data
@@ -175,7 +175,7 @@ def _is_whole(path: Path, shape: tuple[int, int], begin: Tensor) -> bool:
 
 
 def _fingerprint(network: nn.Module) -> Any:
-    """Return a SHA-256 hash object that contains a backbone's layers and all values in its state."""
+    """Return a SHA-256 hash object of a backbone's class name, layers and state tensors."""
     digest = hashlib.sha256(f"{type(network).__qualname__} {network}".encode())
     for name, value in network.state_dict().items():
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())

@@ -56,7 +56,7 @@ class Generators:
         return self._found[id(root)][1]
 
     def seeded(self, roots: Mapping[str, object], seed: int) -> AbstractContextManager[None]:
-        """Temporarily seed each generator that the given objects can reach.
+        """Temporarily seed each generator that the given objects can reach, except the global generators.
 
         The seed of a generator depends on ``seed``, on the key of the object and on the path to the generator.
 

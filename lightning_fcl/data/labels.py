@@ -24,7 +24,8 @@ _TARGETS = ("labels", "label", "targets", "target", "y")
 
 # Number of items that are read at once if the dataset supports it.
 _FETCHED = 64
-# Number of items whose targets are compared with the declared targets, in addition to one item of each label.
+# Maximum number of evenly spaced items whose targets are compared with the declared targets. One item of each label is
+# also compared.
 _COMPARED = 100
 
 LONG = "gG"
@@ -47,12 +48,14 @@ def index_targets(
 
     Args:
         y: Target of each sample, shape (n, ...).
-        classes: Names of the classes. If empty, the targets are not labels. If None, the sorted labels are the names.
+        classes: Names of the classes. If empty, the targets are not labels. If None, targets of shape (n,) that are not
+            floats are labels, and the sorted labels are the names.
         sample_name: Function that returns the name of a sample for messages.
 
     Raises:
         TypeError: If the type of the targets is not supported.
-        ValueError: If a target is missing, non-finite or an unknown label, or if labels have shape (n, 1).
+        ValueError: If a target is missing or non-finite, if a label of type text is not in ``classes``, or if labels
+            have shape (n, 1).
     """
     targets = to_array(y)
     if targets.dtype.char in LONG:
@@ -213,7 +216,7 @@ def _items(data: Any, rows: Sequence[int]) -> Sequence[Any]:
 
 
 def index_labels(data: Dataset[Any], labels: Any, numbers: IntArray) -> Dataset[Any]:
-    """Return a dataset with class numbers in place of labels. If labels and numbers are equal, return ``data``."""
+    """Return a dataset with class numbers in place of labels. If integer labels equal the numbers, return ``data``."""
     label_array = np.asarray(labels)
     if label_array.dtype.kind != "f" and np.array_equal(label_array, numbers):
         return data
@@ -272,7 +275,11 @@ def _declared_targets(dataset: Dataset[Any]) -> NDArray[Any] | None:
 
 
 def _read_targets(dataset: Dataset[Any], rows: Iterable[int]) -> list[Any]:
-    """Return the targets of the given items, or an empty list if a target is missing, nested or of another shape."""
+    """Return the targets of the given items.
+
+    The result is an empty list if an item has no target, if a target is nested, if the shapes of the targets differ, or
+    if NumPy stores all targets as objects.
+    """
     targets, whole = [], list(rows)
     size = _FETCHED if getattr(dataset, "__getitems__", None) else 1
     with isolate_rng(include_cuda=False), Generators().seeded({"": dataset}, seed=0):

@@ -76,7 +76,7 @@ class LoaderStream:
         self._x, self._y = [], []
 
     def add(self, x: Any, y: Tensor) -> None:
-        """Add the samples of a batch to the samples of the current epoch."""
+        """Add the labels of a batch to the current epoch. Inputs are added only if the stream keeps inputs."""
         if self._is_kept:
             self._x.append(x)
         self._y.append(y)

@@ -100,8 +100,8 @@ class Dirichlet(Partition):
     """Each class is divided among the clients in proportions drawn from a symmetric Dirichlet distribution.
 
     The distribution is from section 4 of Yurochkin et al. (2019), "Bayesian nonparametric federated learning of neural
-    networks". For each class, one proportion per client is drawn from Dir(alpha, ..., alpha). All samples are used. All
-    proportions are drawn again until each client has at least `min_partition_size` samples, at most 1000 times.
+    networks". For each class, one proportion per client is drawn from Dir(alpha, ..., alpha). All samples are used. If
+    a client has fewer than `min_partition_size` samples, all proportions are drawn again, up to 1000 draws in total.
 
     Args:
         num_clients: Number of clients, at most the number of samples.
@@ -185,9 +185,9 @@ class ClassSubsets(Partition):
     """Each client draws a random subset of the classes, and gets a random fraction of the samples of these classes.
 
     If the fractions of a class, summed over the clients, exceed 1, the samples of the class are divided in proportion
-    to the fractions. If the clients together draw at least as many classes as the data have, every class is used. For
-    each class that no client has drawn, one client then gets this class instead of the most frequent class. If the
-    clients draw fewer classes, classes that no client has drawn stay unused.
+    to the fractions. If the clients' numbers of classes add up to at least the number of classes in the data, every
+    class is used. For each class that no client has drawn, one client then gets this class instead of the class that
+    the most clients have. If the numbers add up to less, classes that no client has drawn stay unused.
 
     Args:
         num_clients: Number of clients.
@@ -250,7 +250,7 @@ class ClassSubsets(Partition):
 def _deal_left_out(client_fractions: NDArray[np.float64], rng: np.random.Generator) -> None:
     """Assign each class that no client has drawn to one client, in place of the class that the most clients have.
 
-    Nothing is changed if the clients together have drawn fewer classes than there are.
+    Nothing is changed if the clients' numbers of classes add up to less than the number of classes in the data.
     """
     holders = np.count_nonzero(client_fractions, axis=0)
     if holders.sum() < len(holders):

@@ -53,8 +53,9 @@ def plot_plan(plan: Plan, classes: Sequence[str]) -> Spec:
     """Return three heat maps of a plan.
 
     The first heat map shows the number of samples per class and round. The second shows the task of each client per
-    round. The third shows the number of samples per class and client. The charts show at most 120 evenly spaced rounds,
-    and at most the first 60 clients.
+    round. The third shows the number of samples per class and client. If the test groups are not classes, the charts
+    show these groups in place of classes. The charts show at most 120 evenly spaced rounds, and at most the first 60
+    clients.
 
     Args:
         plan: The plan.

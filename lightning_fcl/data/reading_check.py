@@ -25,7 +25,9 @@ _SMALL = 2**20
 
 
 def prepare_reading(samples: Samples, rows: IntArray, seed: int, warn: bool = True) -> None:
-    """Discard the generators that were found in an earlier fit, and warn if reading a sample changes state.
+    """Discard the generators that were found in an earlier fit, and check the reading of a sample.
+
+    A warning is logged if reading the sample changes state, or if two reads with the same seed differ.
 
     Args:
         samples: Samples of a stream.

@@ -164,7 +164,7 @@ class Samples:
         return {**numbered, "collate_fn": self.collate(split_name)}
 
     def find_generators(self) -> None:
-        """Search for all generators now, so that forked worker processes need not search."""
+        """Search the datasets for generators now, so that forked worker processes need not search them."""
         for data in _all_within(self.x) if isinstance(self.x, Dataset) else ():
             self.generators.of(data)
 

@@ -170,8 +170,8 @@ def draw_split(
     """Return the samples of a stream and the plan of the stream.
 
     The split, the partition and the scenario are applied in this order. The partition divides the training samples
-    among clients, and the scenario assigns the samples to rounds. Some scenarios replace the split or the partition. In
-    the returned samples, the classes are in the order of the scenario.
+    among clients, and the scenario assigns the samples to rounds. Some scenarios replace the split or the partition. If
+    the plan has a ``class_order``, the classes of the returned samples are in this order.
 
     Args:
         samples: All samples.

@@ -137,7 +137,7 @@ class FederatedStream(L.LightningDataModule):
         # Minimum number of samples in a batch. `FederatedStrategy` sets this number when a fit begins.
         self.min_batch_size = 1
         self.samples = Samples(torch.empty(0), EMPTY)
-        # Class of each sample, numbered in the order of the scenario. Empty if targets are not classes.
+        # Class number of each sample. Empty if targets are not classes.
         self.y: IntArray = EMPTY
 
     @classmethod
@@ -171,7 +171,7 @@ class FederatedStream(L.LightningDataModule):
             kwargs: Further arguments of `FederatedStream`.
 
         Raises:
-            ValueError: If there are no targets, or if arguments have different numbers of samples. Also if
+            ValueError: If arguments have different numbers of samples, or if a target is missing or invalid. Also if
                 ``client_ids`` is passed but the scenario assigns samples to clients itself.
 
         Example:

@@ -71,7 +71,8 @@ class DeploymentConfig:
     """Settings of a deployment's server.
 
     Args:
-        min_clients: Number of clients whose uploads a round needs.
+        min_clients: Number of clients whose uploads a round needs. A round with fewer sampled clients needs the uploads
+            of all of them.
         round_timeout: Seconds after which a round with enough uploads no longer waits for other clients.
         join_timeout: Maximum waiting time in seconds until ``min_clients`` clients have joined. A round with missing
             uploads also waits for at most this time after ``round_timeout``.
@@ -99,7 +100,7 @@ class DeploymentConfig:
 
 @dataclass
 class FederationIdentity(Callback):
-    """A callback that saves the federation's name and the client of each key in the checkpoints of the server.
+    """A callback that saves the identity of a federation in the checkpoints of the server.
 
     Args:
         name: Name of the folder in which nodes store their state for this federation.
@@ -263,7 +264,9 @@ class NodePool:
     def _sent_to(
         self, federation: Federation, number: int, untransferred_state: State, client: str, node: int
     ) -> Parcel:
-        """Return the message to a client: the downloaded tensors, and initial values of tensors that are not uploaded.
+        """Return the message to a client: the downloaded tensors, and the initial values of other module tensors.
+
+        The other module tensors are neither downloaded nor uploaded.
 
         The initial values are left out if the node has the same values already. Tensors that are sent to a client only
         once are left out if the client has these tensors already.
@@ -385,14 +388,15 @@ def check_deployable(participation: Participation, pipeline: Pipeline, methods: 
     ):
         if setting is not None:
             raise InvalidValueError(
-                f"Expected no `{name}` in a deployment, {reason}, but got {setting.fingerprint()}.",
+                f"Expected no `{name}` in a deployment, {reason}, but got a `{type(setting).__name__}`.",
                 hint=f"Leave `{name}` out.",
             )
     for method in methods:
         if isinstance(method, RoundEndListener):
             raise InvalidValueError(
-                f"Expected methods that read the state of one client at a time, but got `{type(method).__name__}`. At "
-                "the end of a round, it reads the states of several clients, which only a simulation can do.",
+                f"Expected methods that do not read client states at the end of a round, but got "
+                f"`{type(method).__name__}`. In a deployment, client states stay on the nodes, so only a simulation "
+                "can run this method.",
                 hint="Use `lightning-fcl fit` for this method.",
             )
 

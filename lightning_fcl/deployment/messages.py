@@ -125,7 +125,7 @@ def as_rejection(sender: str) -> Iterator[None]:
 
 
 def check_records(record: RecordDict, limit: int, sender: str = "the server") -> None:
-    """Raise RejectedMessageError if records are missing or unexpected, or the tensors exceed ``limit`` bytes."""
+    """Raise RejectedMessageError if records are missing, unexpected, wrongly encoded, or larger than ``limit`` bytes."""
     if len(record) != 2 or "head" not in record.config_records or "arrays" not in record.array_records:
         raise RejectedMessageError(
             f"Expected only a config record `head` and an array record `arrays` from {sender}, but got "
@@ -168,7 +168,10 @@ def read_header(record: RecordDict, letters: int = _LETTERS) -> dict[str, Any]:
 
 
 def unpack(record: RecordDict, limit: int = MAX_BYTES) -> Parcel:
-    """Convert a record from the server to a parcel. ``limit`` is the maximum number of bytes of the tensors."""
+    """Convert a record from the server to a parcel.
+
+    ``limit`` is the maximum number of bytes of the tensors, and of characters of the header.
+    """
     with as_rejection("the server"):
         check_records(record, limit)
         head = read_header(record, limit)
@@ -299,7 +302,7 @@ class GridLink:
     def answers(self, messages: Collection[str]) -> Iterator[tuple[str, RecordDict | str]]:
         """Yield the answers that have arrived, each as a pair: the name of the answered message, and the answer.
 
-        If a message cannot be answered any more, the answer is a text with the reason.
+        If a message cannot be answered any more, or its answer is unreadable, the answer is a text with the reason.
 
         An answer has fields for the answered message and for the node. The sender of the answer writes these fields, so
         they can be false. Therefore each request to Flower is for the answer to one message. Each request runs in a

@@ -53,7 +53,7 @@ _TRAINER = (
 )
 """Arguments of a Trainer that change the training of a client."""
 _ELSEWHERE = ("batch_size", "shuffle", "drop_last", "num_workers", "seed")
-"""Arguments of `FederatedStream` that a node uses from a recipe."""
+"""Arguments of `FederatedStream` that a node's stream gets from a recipe."""
 _BATCHES = {"batch_size": 32, "shuffle": True, "drop_last": False}
 """Values of arguments that the recipe does not set. These values override the settings of data loaders on a node."""
 _SERVER = ("data", "ckpt_path", "weights_only", "out", "recipe")
@@ -76,7 +76,7 @@ class ClientOutline:
         new_classes: The classes that are new to the whole federation in each round.
         old_classes: The classes of earlier experiences of the whole federation in each round.
         history: Rounds whose samples a round contains: ``"round"``, ``"seen"`` or ``"all"``, as in `Plan`.
-        samples_per_round: Number of samples in a round. None: all samples of the experience.
+        samples_per_round: Number of new samples in a round. None: all samples of the experience.
         is_partitioned: Whether the groups determine the samples of a round. Otherwise, the node's data needs
             ``rounds``.
         present: The current experiences of the federation's clients in each round.
@@ -352,7 +352,7 @@ def runs_on_nodes(callback: Callback) -> bool:
 def _made(spec: Any, hint: Any = None) -> Any:
     """Return the object that a value of a recipe describes, including all nested objects.
 
-    For optimizers and schedulers, return a `partial`, because they need parameters that do not exist yet.
+    For optimizers and schedulers, return a `partial`, because they need objects that do not exist yet.
 
     Args:
         spec: The value.

@@ -25,8 +25,8 @@ def export_onnx(module: nn.Module, example: Tensor, path: str | Path, tolerance:
     """Write a module to an ONNX file for batches of any size, run the file with ONNX Runtime, and compare the outputs.
 
     An `Int8Backbone` in the module becomes QuantizeLinear and DequantizeLinear nodes around its convolutions. The file
-    contains int8 weights and int32 biases. Runtimes convert these nodes to integer convolutions. The time steps of an
-    `EchoStateNetwork` become a Scan node.
+    contains int8 weights and int32 biases. Runtimes convert these nodes to integer convolutions. The time steps of each
+    layer of an `EchoStateNetwork` become a Scan node.
 
     Args:
         module: A module that maps one tensor to one tensor. The module is exported in evaluation mode, and not changed.
@@ -305,7 +305,7 @@ def _dequantized(levels: Tensor, scale: Tensor, zero_point: Tensor | None = None
 
 
 class _OnnxReservoir(nn.Module):
-    """An `EchoStateNetwork` whose time steps are one Scan operation, instead of one set of operations per step."""
+    """An `EchoStateNetwork` with one Scan operation for all time steps of a layer, instead of operations per step."""
 
     def __init__(self, reservoir: EchoStateNetwork) -> None:
         super().__init__()

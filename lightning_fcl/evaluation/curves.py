@@ -82,7 +82,7 @@ def matrices(record: Record, rounds: Literal["mean", "last"] = "mean") -> dict[s
             is usual in continual learning.
 
     Returns:
-        Arrays of shape (T, T): value on task d (column) after task t (row). NaN in the rows of tasks without a round,
+        Arrays of shape (T, T): value on task d (column) after task t (row). NaN in the rows of tasks without a test,
         and in the columns of tasks without a test sample.
 
     Example:

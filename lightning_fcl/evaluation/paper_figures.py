@@ -41,7 +41,8 @@ def write_figures(out: Path, figures: Sequence[Mapping[str, Any]], results_by_ro
     """Draw the figures of a paper and return the paths of their files.
 
     A panel is skipped if one of its rows was not run. The names of these rows are printed to stderr. A row with several
-    seeds is drawn as mean and standard deviation.
+    seeds is drawn as the mean. The kinds ``stream_accuracy``, ``average_accuracy`` and ``volume_by_round`` also show
+    the standard deviation.
 
     Args:
         out: Folder of the files.

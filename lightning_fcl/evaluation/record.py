@@ -159,7 +159,7 @@ class Evaluation:
 
     @cached_property
     def models(self) -> list[ModelHistory]:
-        """Histories of the models with at least one test, the server first."""
+        """Histories of the models that were tested in a round, the server first."""
         return model_histories(self.record, self.quantity)
 
     @cached_property

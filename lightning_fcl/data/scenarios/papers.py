@@ -28,7 +28,7 @@ from lightning_fcl.validation import at_least, between, validated
 class FLwFScenario(Scenario):
     """Scenario of Usmanova et al. (2021), section 3.4.
 
-    One client has changing tasks. Another client represents all other clients of the federation.
+    By default, one client has changing tasks. Another client represents all other clients of the federation.
 
     Args:
         num_rounds: Number of communication rounds, divided evenly among the tasks of a client.
