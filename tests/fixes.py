@@ -961,7 +961,7 @@ ROWS |= {
         stream_of,
         {"split": Split(test=0.9, validation=0.9)},
         {"split": Split(test=0.2)},
-        "Lower `test` or `validation`",
+        "Use smaller fractions for `test` and `validation`",
     ),
     "no official test set": Row(
         stream_of, {"split": Split(test="official")}, {"split": Split(test=0.2)}, "Use a fraction, such as `test=0.2`"

@@ -39,7 +39,7 @@ ROWS |= {
         read_table, {"name": "site.xlsx"}, {"name": "site.csv"}, "Save the table as a CSV file."
     ),
     "table with a feature twice": Row(
-        read_table, {"features": ["a", "a"]}, {"features": ["a", "b"]}, "Name each column once."
+        read_table, {"features": ["a", "a"]}, {"features": ["a", "b"]}, "Pass the name of each column once."
     ),
     "table with the target among the features": Row(
         read_table, {"features": ["a", "b", "y"]}, {"features": ["a", "b"]}, "Remove `y` from `features`."
@@ -79,7 +79,7 @@ ROWS |= {
         read_table,
         {"features": ["a", "speed"]},
         {"features": ["a", "b"]},
-        "Name a column of the file.",
+        "Use the name of a column in the file.",
         UnknownNameError,
     ),
     "table with a column that has a similar name": Row(
@@ -120,7 +120,7 @@ ROWS |= {
         read_table,
         {"text": "a,b,y\n1,2,p\n3,four,q\n"},
         {"text": "a,b,y\n1,2,p\n3,4,q\n"},
-        "Write a number, or name another column.",
+        "Write a number in this cell, or use another column.",
     ),
     "table with a decimal comma in quotation marks": Row(
         read_table,

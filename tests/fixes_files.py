@@ -1499,7 +1499,7 @@ ROWS |= {
         own_data,
         {"name": "b.npz"},
         {"name": "a.npz"},
-        "Name a file, a folder of images, or a DataModule with its arguments.",
+        "Set `data` to a file, a folder of images, or a DataModule with its arguments.",
         RejectedMessageError,
         "data",
     ),
@@ -1641,7 +1641,11 @@ ROWS |= {
         read_cells, {"name": "t.xlsx"}, {"name": "t.csv"}, "Save the table as a CSV file", argument="path"
     ),
     "column named twice": Row(
-        read_cells, {"features": ("a", "a")}, {"features": ("a",)}, "Name each column once", argument="features"
+        read_cells,
+        {"features": ("a", "a")},
+        {"features": ("a",)},
+        "Pass the name of each column once",
+        argument="features",
     ),
     "target among the features": Row(
         read_cells,
@@ -1668,7 +1672,11 @@ ROWS |= {
         read_cells, with_row('3,"1,5",q'), with_row("3,1.5,q"), "Write 1.5, with a decimal point.", argument="data"
     ),
     "text in a feature": Row(
-        read_cells, with_row("3,fast,q"), with_row("3,4,q"), "Write a number, or name another column", argument="data"
+        read_cells,
+        with_row("3,fast,q"),
+        with_row("3,4,q"),
+        "Write a number in this cell, or use another column",
+        argument="data",
     ),
     "column of durations": Row(
         read_column,
@@ -1682,7 +1690,12 @@ ROWS |= {
         read_cells, with_header("a;b;y"), with_header("a,b,y"), "Separate the columns by commas", UnknownNameError
     ),
     "missing column": Row(
-        read_cells, {"target": "zzz"}, {"target": "y"}, "Name a column of the file", UnknownNameError, "target"
+        read_cells,
+        {"target": "zzz"},
+        {"target": "y"},
+        "Use the name of a column in the file",
+        UnknownNameError,
+        "target",
     ),
     "duplicate column": Row(
         read_cells, with_header("a,a,y"), with_header("a,b,y"), "Rename or remove the duplicates", argument="data"

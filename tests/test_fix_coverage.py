@@ -38,7 +38,7 @@ TRIED_ELSEWHERE: dict[str, list[str]] = {
     "Start their nodes, or decrease `min-clients` in the run configuration.": [
         "tests/deployment/test_restart.py::test_serve_too_few_clients_raises_with_missing_clients",
     ],
-    "Start the nodes of these clients, and then start the server again.": [
+    "Start the nodes of these clients, or fix": [
         "tests/deployment/test_restart.py::test_serve_after_too_few_uploads_resumes_identically",
     ],
     "Restore the newest checkpoint of the run, or choose another `out` to start a new run.": [

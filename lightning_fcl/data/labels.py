@@ -133,13 +133,13 @@ def check_targets(targets: NDArray[Any], sample_name: SampleName = default_name)
     else:
         return
     if wrong.any():
-        unless = ", or `classes=()` if the values are not targets" if targets.dtype.kind == "O" else ""
+        unless = " If the values are not targets, pass `classes=()` without `y`." if targets.dtype.kind == "O" else ""
         first, number = int(wrong.argmax()), int(wrong.reshape(len(targets), -1).any(axis=1).sum())
         raise InvalidValueError(
             f"Expected `y` to have a finite target for each sample, but got {targets.ravel().tolist()[first]!r} for "
             f"{sample_name(first // (targets.size // len(targets)))} ({number} of {len(targets)} samples have such "
             "values).",
-            hint=f"Correct or remove these samples, or pass other targets as `y`{unless}.",
+            hint=f"Correct or remove these samples, or pass other targets as `y`.{unless}",
             argument="y",
         )
 

@@ -55,7 +55,7 @@ class Split:
                 "Expected `test`, `validation` and `train_clients` to leave training samples, but got "
                 f"`test`={self.test}, `validation`={self.validation} and `train_clients`={self.train_clients}, which "
                 "leave none.",
-                hint="Lower `test` or `validation`, or name other owners.",
+                hint="Use smaller fractions for `test` and `validation`, or select other owners.",
                 argument="test",
             )
         return train, validation, test
@@ -80,7 +80,7 @@ def _set_aside(
             )
         return indices[~official[indices]], indices[official[indices]]
     if isinstance(selection, float | int):
-        return _set_fraction_aside(float(selection), indices, samples, rng)
+        return _set_fraction_aside(name, float(selection), indices, samples, rng)
     if isinstance(selection, str):
         fraction = "a list of owners" if name == "train_clients" else 'a fraction, "official" or a list of owners'
         hint = did_you_mean(selection, ["official"])
@@ -109,15 +109,15 @@ def _set_aside(
 
 
 def _set_fraction_aside(
-    fraction: float, indices: IntArray, samples: Samples, rng: np.random.Generator
+    name: str, fraction: float, indices: IntArray, samples: Samples, rng: np.random.Generator
 ) -> tuple[IntArray, IntArray]:
     """Return the remaining samples, and a fraction of each class. Samples of one origin are in the same result."""
     if samples.origin is None:
-        rest, subset = stratified_split(samples.labels[indices], fraction, rng)
+        rest, subset = stratified_split(samples.labels[indices], fraction, rng, name)
         return indices[rest], indices[subset]
     origin = samples.origin[indices]
     different = indices[np.sort(np.unique(origin, return_index=True)[1])]
-    _, subset = stratified_split(samples.labels[different], fraction, rng)
+    _, subset = stratified_split(samples.labels[different], fraction, rng, name)
     is_chosen = np.isin(origin, samples.origin[different[subset]])
     return indices[~is_chosen], indices[is_chosen]
 

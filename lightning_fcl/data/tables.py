@@ -86,7 +86,7 @@ class Table(Dataset[tuple[Tensor, Any]]):
                 raise InvalidValueError(
                     f"Expected `{name}` to contain one or more different, non-empty column names, but got "
                     f"{list(column_names)}.",
-                    hint="Name each column once.",
+                    hint="Pass the name of each column once.",
                     argument=name,
                     value=column_names,
                 )
@@ -259,7 +259,7 @@ def _places(path: Path, header: Sequence[str], column_names: Sequence[str]) -> l
                 f"{format_names(header) or 'of an empty file'}.",
                 hint="Separate the columns by commas."
                 if separators
-                else did_you_mean(name, header) or "Name a column of the file.",
+                else did_you_mean(name, header) or "Use the name of a column in the file.",
                 argument="target" if name == column_names[-1] else "features",
                 value=name,
             )
@@ -295,7 +295,7 @@ def _number(cell: str, path: Path, name: str, row: int, describe_row: _Where) ->
         return value
     if cell.strip().lower() in _MISSING:
         raise _missing(path, name, describe_row(row))
-    hint = "Write a number, or name another column."
+    hint = "Write a number in this cell, or use another column."
     if _DECIMAL_COMMA.fullmatch(cell.strip()):
         hint = f"Write {cell.strip().replace(',', '.')}, with a decimal point."
     raise InvalidValueError(

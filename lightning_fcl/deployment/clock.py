@@ -80,5 +80,5 @@ def _measure(address: str | None, certificates: Path | None, insecure: bool) -> 
         return current_time - (parsedate_to_datetime(date).timestamp() + 0.5)
     except (TypeError, ValueError) as error:
         raise ConnectionFailedError(
-            f"Expected a SuperLink at {address}, but its response has no date.", hint="Correct `--superlink`."
+            f"Expected a SuperLink at {address}, but the response has no valid date.", hint="Correct `--superlink`."
         ) from error

@@ -227,8 +227,8 @@ class NodePool:
         if not self.members.has_enough_answers:
             raise InvalidStateError(
                 f"{fewer}).",
-                hint="Start the nodes of these clients, and then start the server again. The server resumes from its "
-                "newest checkpoint, if any.",
+                hint="Start the nodes of these clients, or fix the reported problems, and then start the server again. "
+                "The server resumes from its newest checkpoint, if any.",
             )
         if num_accepted < min_answers:
             log.warning("%s). The run continues.", fewer)

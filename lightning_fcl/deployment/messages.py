@@ -125,7 +125,7 @@ def as_rejection(sender: str) -> Iterator[None]:
 
 
 def check_records(record: RecordDict, limit: int, sender: str = "the server") -> None:
-    """Raise RejectedMessageError if records are missing, unexpected, wrongly encoded, or larger than ``limit`` bytes."""
+    """Raise RejectedMessageError if records are missing, unexpected or wrongly encoded, or exceed ``limit`` bytes."""
     if len(record) != 2 or "head" not in record.config_records or "arrays" not in record.array_records:
         raise RejectedMessageError(
             f"Expected only a config record `head` and an array record `arrays` from {sender}, but got "

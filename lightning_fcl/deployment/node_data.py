@@ -153,8 +153,8 @@ def read_data(source: DataSource | str | Path, seed: int = 0, for_server: bool =
             ) from error
         raise RejectedMessageError(
             f"Expected data at {source.where}, but {one_line(error)}.",
-            hint='Name a file, a folder of images, or a DataModule with its arguments. For example: data="a.npz", or '
-            'data="my_data:Sensors" init_args.folder="/data".',
+            hint="Set `data` to a file, a folder of images, or a DataModule with its arguments. For example: "
+            'data="a.npz", or data="my_data:Sensors" init_args.folder="/data".',
             argument="data",
         ) from error
 

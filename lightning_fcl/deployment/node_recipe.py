@@ -331,7 +331,8 @@ def build_node_recipe(recipe: Mapping[str, Any]) -> NodeRecipe:
     federated_strategy = _made(strategy) if isinstance(strategy, Mapping) else FederatedStrategy()
     if not isinstance(federated_strategy, FederatedStrategy) or not isinstance(module, L.LightningModule):
         raise InvalidValueError(
-            f"Expected a `FederatedStrategy` and a LightningModule, but got {federated_strategy} and {module}."
+            "Expected a `FederatedStrategy` and a LightningModule, but got a "
+            f"`{type(federated_strategy).__name__}` and a `{type(module).__name__}`."
         )
     arguments = {name: trainer[name] for name in _TRAINER if trainer.get(name) is not None}
     return NodeRecipe(module, stream, federated_strategy, [one for one in callbacks if runs_on_nodes(one)], arguments)

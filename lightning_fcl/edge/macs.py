@@ -162,8 +162,8 @@ def only_trained(module: nn.Module, trained: set[str]) -> Iterator[None]:
 def flop_counter() -> FlopCounterMode:
     """Return PyTorch's counter of FLOPs, with corrections. A MAC counts as two FLOPs.
 
-    PyTorch's counter omits in-place products and products with vectors. It also counts the weights' gradient of a grouped
-    convolution as if the convolution had one group.
+    PyTorch's counter omits in-place products and products with vectors. It also counts the weights' gradient of a
+    grouped convolution as if the convolution had one group.
     """
     aten = torch.ops.aten
 

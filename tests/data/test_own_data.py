@@ -188,7 +188,9 @@ def test_empty_classes_do_not_read_targets():
     assert stream_of(Unread(X), Stationary(), classes=()).plan.num_rounds == 1
 
 
-@pytest.mark.parametrize("remedy", ["pass other targets as `y`", "`classes=\\(\\)` if the values are not targets"])
+@pytest.mark.parametrize(
+    "remedy", ["pass other targets as `y`", "If the values are not targets, pass `classes=\\(\\)` without `y`"]
+)
 def test_targets_partly_missing_raise_with_hint(remedy):
     with pytest.raises(
         ValueError, match=f"Expected `y` to have a finite target for each sample, but got None.*{remedy}"

@@ -253,12 +253,24 @@ class Scenario(ABC):
         return type(self).__name__
 
 
-def stratified_split(y: IntArray, fraction: float, rng: np.random.Generator) -> tuple[IntArray, IntArray]:
-    """Draw a random ``fraction`` of each class. Return two arrays: the indices not drawn, and the drawn indices."""
+def stratified_split(
+    y: IntArray, fraction: float, rng: np.random.Generator, argument: str = "fraction"
+) -> tuple[IntArray, IntArray]:
+    """Draw a random ``fraction`` of each class. Return two arrays: the indices not drawn, and the drawn indices.
+
+    Args:
+        y: Class of each sample, shape (n,).
+        fraction: Fraction to draw, at least 0 and below 1.
+        rng: Random generator for all draws.
+        argument: Name of the setting that contains the fraction, for the error message.
+
+    Raises:
+        ValueError: If ``fraction`` is out of range.
+    """
     if not 0 <= fraction < 1:
         raise InvalidValueError(
-            f"Expected the fraction of a split to be at least 0 and below 1, but got {fraction}.",
-            argument="fraction",
+            f"Expected `{argument}` to be at least 0 and below 1, but got {fraction}.",
+            argument=argument,
             value=fraction,
         )
     class_rows = [
