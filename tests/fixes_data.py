@@ -191,7 +191,7 @@ ROWS |= {
         stream_of,
         {"split": Split(test=["9"])},
         {"split": Split(test=0.2)},
-        "Remove 9.",
+        "Remove 9 from `test`.",
     ),
     "loader that is a list": Row(
         loaders_of,

@@ -101,7 +101,7 @@ def _set_aside(
         present_owners = format_names(sorted(set(present))) or "the remaining owners (none)"
         raise InvalidValueError(
             f"Expected the owners in `{name}` to be among {present_owners}, but got {format_names(missing)}.",
-            hint=did_you_mean(missing[0], present.tolist()) or f"Remove {format_names(missing)}.",
+            hint=did_you_mean(missing[0], present.tolist()) or f"Remove {format_names(missing)} from `{name}`.",
             argument=name,
         )
     among_them = np.isin(present, owner_names)

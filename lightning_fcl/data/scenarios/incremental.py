@@ -83,7 +83,9 @@ class ClassIncremental(Scenario):
             for position, (client, rows) in enumerate(pool.clients.items()):
                 present = np.unique(pool.y[rows]).tolist()
                 order = _order_of(client, pool.clients, self.class_order, pool.classes, "class_order", present)
-                tasks[client] = _class_experiences(pool.y[rows], self.num_experiences, order, seed + 1 + position)
+                tasks[client] = _class_experiences(
+                    pool.y[rows], self.num_experiences, order, seed + 1 + position, f" of client {client}"
+                )
                 parts[client] = [rows[np.isin(pool.y[rows], group)] for group in tasks[client]]
         else:
             everyone = np.concatenate(list(pool.clients.values()))
@@ -175,15 +177,17 @@ class Stationary(Scenario):
         return self.as_incremental.plan(pool, seed)
 
 
-def _class_experiences(y: IntArray, experiences: int | Sequence[int], order: Sequence[int] | None, seed: int) -> Groups:
+def _class_experiences(
+    y: IntArray, experiences: int | Sequence[int], order: Sequence[int] | None, seed: int, owner_name: str = ""
+) -> Groups:
     """Return the classes of each experience. Avalanche divides the classes in the given order, or draws an order."""
     classes = np.unique(y)
     is_even = isinstance(experiences, int)
     sizes = [len(classes) // max(experiences, 1)] * experiences if isinstance(experiences, int) else list(experiences)
     if sum(sizes) != len(classes) or min(sizes, default=0) < 1:
         raise InvalidValueError(
-            f"Expected `num_experiences` to be a divisor of the number of classes, {len(classes)}, or a list of "
-            f"positive numbers with this sum, but got {experiences}.",
+            f"Expected `num_experiences` to be a divisor of the number of classes{owner_name}, {len(classes)}, or a list "
+            f"of positive numbers with this sum, but got {experiences}.",
             hint=_suggest_experiences(len(classes), max(len(sizes), 1)),
             argument="num_experiences",
             value=experiences,
