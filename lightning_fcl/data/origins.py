@@ -20,8 +20,8 @@ from lightning_fcl.errors import InvalidValueError
 
 log = logging.getLogger(__name__)
 
-# Second columns of keys whose first column is an address or a hash: of a row of an array (`_ROW`), or of an item of a
-# list (`_ITEM`).
+# Values of the second column of a key. The first column is an address or a hash of a row of an array (`_ROW`), or of an
+# item of a list (`_ITEM`).
 _ROW, _ITEM = -1, -2
 
 

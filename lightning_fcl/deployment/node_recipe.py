@@ -57,7 +57,7 @@ _ELSEWHERE = ("batch_size", "shuffle", "drop_last", "num_workers", "seed")
 _BATCHES = {"batch_size": 32, "shuffle": True, "drop_last": False}
 """Values of arguments that the recipe does not set. These values override the settings of data loaders on a node."""
 _SERVER = ("data", "ckpt_path", "weights_only", "out", "recipe")
-"""Sections that the fingerprint of a recipe omits. Some entries of ``data`` are part of the fingerprint."""
+"""Sections that the fingerprint of a recipe omits, except for some entries of ``data``."""
 
 
 @dataclass(frozen=True)

@@ -186,8 +186,8 @@ def _class_experiences(
     sizes = [len(classes) // max(experiences, 1)] * experiences if isinstance(experiences, int) else list(experiences)
     if sum(sizes) != len(classes) or min(sizes, default=0) < 1:
         raise InvalidValueError(
-            f"Expected `num_experiences` to be a divisor of the number of classes{owner_name}, {len(classes)}, or a list "
-            f"of positive numbers with this sum, but got {experiences}.",
+            f"Expected `num_experiences` to be a divisor of the number of classes{owner_name}, {len(classes)}, or a "
+            f"list of positive numbers with this sum, but got {experiences}.",
             hint=_suggest_experiences(len(classes), max(len(sizes), 1)),
             argument="num_experiences",
             value=experiences,
