@@ -152,8 +152,11 @@ def read_data(source: DataSource | str | Path, seed: int = 0, for_server: bool =
                 value=error.value,
             ) from error
         raise RejectedMessageError(
-            f"Expected data at {source.where}, but {one_line(error)}.",
-            hint="Set `data` to a file, a folder of images, or a DataModule with its arguments. For example: "
+            f"Expected usable data at {source.where}, but reading the data failed: {one_line(error)}.",
+            # If the file exists, the error describes a problem of its content.
+            hint=""
+            if path.is_file()
+            else "Set `data` to a file, a folder of images, or a DataModule with its arguments. For example: "
             'data="a.npz", or data="my_data:Sensors" init_args.folder="/data".',
             argument="data",
         ) from error
