@@ -20,7 +20,8 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 _PACKAGE = "lightning_fcl"
-# A number, a string, None or a class is rejected if the annotation is a class of these packages.
+# If the annotation is a class of these packages, a number, a string, None or a class is rejected unless it is an
+# instance of the annotation.
 _STRICT = (_PACKAGE, "lightning", "numpy", "torch")
 _SEQUENCES = (list, tuple, Sequence, Iterable, Collection)
 _WORDS = {int: "a whole number", float: "a number", bool: "True or False", str: "a string", NoneType: "None"}

@@ -1082,7 +1082,7 @@ ROWS |= {
         stream_of_data,
         {"data": {"train": pairs(classes=3), "test": pairs(8)}, "partition": IID(2)},
         {"data": {"train": pairs(classes=3), "test": pairs(8, classes=3)}},
-        "Remove these samples, or add training samples",
+        "Remove the validation and test samples of these classes, or add training samples",
     ),
     "y without an entry for each client": Row(
         stream_of_data,
@@ -1699,7 +1699,7 @@ ROWS |= {
         fit_measured,
         {"module": lambda: NoStep(True)},
         {"module": lambda: Logs(True)},
-        "Define `test_step(self, batch, batch_idx)`",
+        "or define `test_step(self, batch, batch_idx)`",
     ),
     "lower_is_better with a typo": Row(
         fit_measured,

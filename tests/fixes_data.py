@@ -164,7 +164,7 @@ ROWS |= {
         stream_of,
         {"scenario": DomainIncremental(), "group": np.array([None, *["a"] * 47], dtype=object)},
         {"group": np.array([*["b"] * 24, *["a"] * 24])},
-        "Pass a value of the same type for every sample in `group`.",
+        "Pass an integer for every sample in `group`, or a string for every sample.",
     ),
     "order of domains of all clients and of each": Row(
         lambda lab, **options: DomainIncremental(**options),

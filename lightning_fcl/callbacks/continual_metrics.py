@@ -44,10 +44,10 @@ _ALWAYS = ("upload_bytes", "download_bytes", "dropped", "no_data", "missed_sync"
 class ContinualMetrics(Callback):
     """Callback that tests the models of a federation on the stream's common test set, and records the results.
 
-    The server's model is tested after aggregation. ``record`` contains the number of correct predictions for each group
-    of test samples (a class or a domain). `lightning_fcl.evaluation.metrics.summarize` computes every metric from
-    ``record``. The server's accuracy is logged as ``server/accuracy``. In a plain Trainer, each epoch is a round,
-    and the only model is ``"server"``.
+    The server's model is tested after aggregation. For modules that are measured by accuracy, ``record`` contains the
+    number of correct predictions for each group of test samples (a class or a domain).
+    `lightning_fcl.evaluation.metrics.summarize` computes every metric from ``record``. The server's accuracy is logged
+    as ``server/accuracy``. In a plain Trainer, each epoch is a round, and the only model is ``"server"``.
 
     The measure depends on the module:
 
@@ -166,7 +166,8 @@ class ContinualMetrics(Callback):
         if ruling and any(isinstance(callback, MethodDriver) for callback in later_callbacks):
             raise InvalidValueError(
                 f"Expected `ContinualMetrics` after `{ruling[0]}` among the callbacks of a plain Trainer, but got it "
-                f"before `{ruling[0]}`. `{ruling[0]}` updates the state that it predicts with at the end of its epoch.",
+                f"before `{ruling[0]}`. At the end of each epoch, `{ruling[0]}` updates the state with which it "
+                "predicts.",
                 hint=f"Put `ContinualMetrics` after `{ruling[0]}` in `callbacks`.",
                 argument="callbacks",
                 value=ruling[0],
@@ -211,7 +212,8 @@ class ContinualMetrics(Callback):
 
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         federation = find_federation(trainer)
-        # While the reservoir adapts, the server is not tested, because the readout is solved in a later round.
+        # With `when="trained"`, the server is not tested while the reservoir adapts, because the readout is solved in a
+        # later round.
         adapting = isinstance(pl_module, HasLocalModels) and pl_module.is_adapting
         if self.when != "trained":
             tested = self._aggregated(trainer, pl_module)

@@ -130,8 +130,8 @@ class Evaluator:
             if not (isinstance(batch, list) and len(batch) > 1 and isinstance(batch[1], Tensor)):
                 description = f"a {type(batch).__name__}"
                 if isinstance(batch, list):
-                    description += f" of {len(batch)}"
-                    description += f" with a {type(batch[1]).__name__} as item 1" if batch[1:] else ""
+                    description += f" of length {len(batch)}"
+                    description += f" whose item 1 has the type {type(batch[1]).__name__}" if batch[1:] else ""
                 raise InvalidTypeError(
                     "Expected each batch to be a list of inputs and a tensor of targets for `ContinualMetrics`, "
                     f"but got {description}.",
@@ -387,7 +387,7 @@ def is_evaluated_by_step(module: L.LightningModule, stream: FederatedStream, sam
     )
     if obstacle is None or (has_step and not ruling):
         return obstacle is not None
-    mend = f"Define `test_step(self, batch, batch_idx)` to measure something other than accuracy. {_LOG}"
+    mend = f"Return logits, or define `test_step(self, batch, batch_idx)` to measure other values. {_LOG}"
     if has_step:
         mend = f"Remove `{ruling[0]}`, because the step of `{name}` does not use the predictions of `{ruling[0]}`."
     raise InvalidValueError(

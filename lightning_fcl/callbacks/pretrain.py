@@ -106,7 +106,7 @@ def fit_centralized(
         trainer.fit(module, loader)
 
 
-# Number of calibration images. Images of the base session come first.
+# Maximum number of calibration images. Images of the base session come first.
 _CALIBRATION = 256
 
 
@@ -119,8 +119,8 @@ class BaseSession(Callback):
     1. The whole network is trained on the stream's pre-training classes, with a temporary classifier.
     2. The whole network is trained on the classes of the base session, with a new classifier that starts at zero. The
        weights of later classes are not trained, so that all later classes start with the same weights.
-    3. Batch normalization is folded, and the backbone is frozen. An int8 backbone is calibrated on images of both
-       steps. After that, only ``model.head`` is trained.
+    3. Batch normalization is folded, and the backbone is frozen. An int8 backbone is calibrated on at most 256 images:
+       first the images of step 2, then the images of step 1. After that, only ``model.head`` is trained.
 
     A resumed fit and `Trainer.test` only change the structure of the network as in step 3, because the checkpoint
     contains the values. To upload only the head, set ``reductions={"model.backbone.*": "constant"}`` in the strategy.
@@ -136,7 +136,7 @@ class BaseSession(Callback):
         precompute_latents: Whether the feature maps of the backbone are computed once for all samples, before the first
             round. The trained model is the same. `Replay` then stores feature maps.
         cache_dir: Folder that caches the trained network. Another run loads the network if its settings of steps 1 and
-            2, its seed, its data and its initial network are equal. None: no cache.
+            2, its seed, its data, its initial network and its version of PyTorch are equal. None: no cache.
 
     Raises:
         ValueError: If an argument is out of range, the stream has no base session, or the network has no ``backbone``

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 class FederatedProgressBar(ProgressBar):
     """Progress bar with the experience, the round, trained and lost clients, the server's accuracy, and remaining time.
 
-    The bar advances by one for each client that ends its local training in a round. A client is lost in a round if its
-    upload is dropped, or if it misses the synchronization. The bar is shown on a terminal and in a notebook. Otherwise
-    nothing is written.
+    The bar advances by one for each client that ends its local training in a round. At the end of the round, the bar
+    also counts the clients that have data but did not train. A client is lost in a round if its upload is dropped, or
+    if it misses the synchronization. The bar is shown on a terminal and in a notebook. Otherwise nothing is written.
 
     Example:
         >>> FederatedProgressBar().is_enabled
@@ -34,7 +34,8 @@ class FederatedProgressBar(ProgressBar):
         self._bar: Progress | None = None
         self._task: TaskID
         self._enabled = True
-        # For each round, the number of client trainings in all earlier rounds. The last entry is the total of the fit.
+        # For each round, the number of clients with data, added up over all earlier rounds. The last entry is the total
+        # of the fit.
         self._done: list[int] = []
         self._lost = 0
 

@@ -29,7 +29,7 @@ class Data(Command):
             "names", nargs="*", help="select datasets to verify or download (default: all), or recipes to show"
         )
         parser.add_argument(
-            "--out", type=Path, metavar="FILE.png", help="with show: plot the samples per round and client"
+            "--out", type=Path, metavar="FILE.png", help="with show: plot the samples by class, round and client"
         )
         parser.add_argument("--root", help="with verify or download: set the dataset folder")
 

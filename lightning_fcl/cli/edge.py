@@ -47,7 +47,8 @@ class DeviceReport(Command):
     def run(self, options: Namespace) -> None:
         """Print the report. With `--out`, also write the report to files.
 
-        If `--input`, `--samples` or `--nodes` is missing, its value comes from the data of the recipe.
+        If `--input`, `--samples` or `--nodes` is missing, its value comes from the recipe and its data. If the data are
+        not available, `--input` is required, and the other options have default values.
         """
         from lightning_fcl.callbacks.pretrain import BaseSession
         from lightning_fcl.edge.report import device_report, report_text

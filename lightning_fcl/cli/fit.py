@@ -228,7 +228,8 @@ class Test(Command):
         else:
             raise MissingValueError(
                 "Expected a checkpoint to test, but got none.",
-                hint="Pass only the folder of a run, as in `lightning-fcl test runs/fit`, or pass `--ckpt_path`.",
+                hint="Pass only the folder of a run, as in `lightning-fcl test runs/fit`, or pass a recipe and "
+                "`--ckpt_path`.",
             )
         if options.out:
             recipe = recipe.with_values({"out": options.out})
@@ -256,7 +257,7 @@ class Validate(Command):
 
 
 class Cp(Command):
-    """Copy a recipe and the files that it uses to one YAML file, with comments."""
+    """Copy a recipe and the files that it uses to one YAML file, with the comments of the recipe."""
 
     def arguments(self, parser: ArgumentParser) -> None:
         parser.add_argument("recipe", metavar="RECIPE", help="copy this recipe: a name or a YAML file")
@@ -273,7 +274,10 @@ class Cp(Command):
 
 
 def flatten_recipe(row: Row) -> str:
-    """Return a recipe as the text of one file, with the comments of all its files and without `out`."""
+    """Return a recipe as the text of one file, without `out`.
+
+    The text contains the comments of the recipe files, but no comments of files whose names the recipe contains.
+    """
     yaml = YAML()
     yaml.width = 120
     yaml.preserve_quotes = True

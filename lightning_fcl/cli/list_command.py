@@ -1,4 +1,4 @@
-"""`lightning-fcl ls`: lists of recipes, methods, models, datasets, scenarios and published networks."""
+"""`lightning-fcl ls`: lists of recipes, methods, models, datasets, scenarios, partitions, metrics and zoo networks."""
 
 from __future__ import annotations
 

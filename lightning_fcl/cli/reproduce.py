@@ -190,12 +190,13 @@ def reuse_committed_runs(jobs: Sequence[Job], out: Path, committed: Path) -> Non
                 reason = f"Expected a run of this recipe, seed and version in {source}, but the fingerprint differs."
             elif job.needs_run(results):
                 reason = (
-                    f"Expected a run of all requested tasks in {source}, but it has only the first {results['tasks']}."
+                    f"Expected a run of all requested tasks in {source}, but the run has only {results['tasks']} of "
+                    "the tasks."
                 )
         except ValueError as error:
             reason = str(error)
         if reason:
-            print(f"{job.label} is trained again: {reason}", file=sys.stderr)
+            print(f"Did not reuse a run for {job.label}: {reason}", file=sys.stderr)
             continue
         start_job(job)
         write_results(job.out, results)

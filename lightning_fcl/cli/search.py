@@ -129,9 +129,11 @@ class Search:
         variants = (
             {str(name): fixed for name, fixed in variants.items()} if isinstance(variants, dict) else {"": variants}
         )
-        if not all(isinstance(one, dict) for one in (space, *variants.values())):
+        if wrong := [one for one in (space, *variants.values()) if not isinstance(one, dict)]:
             raise InvalidValueError(
-                f"Expected `space` and each entry of `variants` in {path} to be mappings of settings.", argument="space"
+                f"Expected `space` and each entry of `variants` in {path} to be mappings of settings, but got "
+                f"{wrong[0]}.",
+                argument="space",
             )
         if isinstance(content.get("configs"), str):
             content["configs"] = [content["configs"]]
@@ -195,8 +197,9 @@ class Search:
             assert isinstance(distribution, IntDistribution | FloatDistribution)
             if distribution.step is None:
                 raise InvalidValueError(
-                    f"Expected choices or a `step` for `{key}`, but the grid sampler cannot enumerate {distribution}.",
-                    hint="Add a `step`, or use `sampler: random`.",
+                    f"Expected choices or a `step` for `{key}` with the grid sampler, but got `low` and `high` without "
+                    "`step`.",
+                    hint="Add a `step` without `log: true`, or use `sampler: random`.",
                 )
             number = round((distribution.high - distribution.low) / distribution.step) + 1
             points.append([round(distribution.low + index * distribution.step, 12) for index in range(number)])
@@ -273,7 +276,7 @@ def validate_space(search: Search) -> list[dict[str, Any]]:
     """Check that ``fit`` accepts the first choice or lowest value of each setting, and return the recipe's callbacks.
 
     Raises:
-        InvalidValueError: If ``fit`` rejects a setting that is set alone.
+        InvalidValueError: If ``fit`` rejects all settings together, and also rejects one of the settings alone.
     """
     from lightning_fcl.runs.federated_cli import as_list
     from lightning_fcl.runs.fit import resolve_recipe

@@ -86,7 +86,8 @@ def _never_against_the_past(claim: str, **arguments: Any) -> None:
     """Register the statement that steps of the method ``claim`` do not increase the loss on replay samples.
 
     The check is of first order: the projected gradient must not point away from the gradient on replay samples. The
-    replay buffer contains all samples of the client, so the check computes the gradient without access to the buffer.
+    replay buffer contains all samples of the first task, so the check computes the gradient without access to the
+    buffer.
     """
 
     @statement(claim, "no step goes against the gradient on replay samples of past tasks")
@@ -131,8 +132,8 @@ def _(kind: type[Method]) -> None:
         expected = Counter(stream.y[torch.cat([torch.from_numpy(own) for own in rows])].tolist())
         if recorder.labels[round_idx] != expected:
             raise AssertionError(
-                f"in round {round_idx + 1} the labels of the batches are {recorder.labels[round_idx]} instead of "
-                f"{expected}"
+                f"in round {round_idx + 1} the number of samples by label is {dict(recorder.labels[round_idx])} "
+                f"instead of {dict(expected)}"
             )
 
 
@@ -190,7 +191,7 @@ def _(kind: type[Method]) -> None:
 @statement("Method", "vectorized training gives the same result as sequential training")
 def _(kind: type[Method]) -> None:
     if not kind.vectorizable:
-        raise NotApplicableError("the class declares that it does not support vectorized training")
+        raise NotApplicableError("the class does not support vectorized training (`vectorizable` is False)")
     sequential_task, vectorized_task = (
         train([make_method(kind)], max_vectorized_clients=size, precision="32-true") for size in (1, 3)
     )

@@ -198,7 +198,7 @@ def _column(name: str, values: Any) -> NDArray[Any] | None:
         type_names = ", ".join(sorted(kind.__name__ for kind in kinds))
         raise InvalidValueError(
             f"Expected `{name}` to contain only integers or only strings, but got {type_names}.",
-            hint=f"Pass a value of the same type for every sample in `{name}`.",
+            hint=f"Pass an integer for every sample in `{name}`, or a string for every sample.",
             argument=name,
             value=type_names,
         )
@@ -364,7 +364,7 @@ def check_seen(samples: Samples) -> Samples:
         raise InvalidValueError(
             "Expected every class of the validation and test samples to have training samples, but got no training "
             f"samples of {', '.join(samples.classes[label] for label in unseen)}.",
-            hint="Remove these samples, or add training samples of each class.",
+            hint="Remove the validation and test samples of these classes, or add training samples of each class.",
             argument="y",
             value=unseen,
         )
@@ -389,10 +389,11 @@ class _Pairs(ItemsOf):
 
 
 def samples_from_benchmark(benchmark: Benchmark, scenario: Scenario | str | None) -> tuple[Samples, Scenario]:
-    """Return the samples of an Avalanche benchmark, and a scenario that keeps the order of the benchmark's experiences.
+    """Return the samples of an Avalanche benchmark, and a scenario.
 
-    The ``group`` of a sample is the index of its experience. If no class is in two experiences, the default scenario is
-    `ClassIncremental` with the classes of each experience. Otherwise, the default scenario is `DomainIncremental`.
+    The ``group`` of a sample is the index of its experience. The default scenario keeps the order of the benchmark's
+    experiences. If no class is in two experiences, the default scenario is `ClassIncremental` with the classes of each
+    experience. Otherwise, the default scenario is `DomainIncremental`.
     """
     if isinstance(benchmark, Sequence):
         train, test = [_Pairs(data) for data in benchmark], []

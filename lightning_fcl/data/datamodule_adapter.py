@@ -226,30 +226,32 @@ def _kind(value: Any) -> object:
 
 
 def _taken_apart(loader: Any, loader_name: str) -> tuple[Dataset[Any], LoaderConfig]:
-    def refuse(requirement: str, actual_value: object, remedy: str) -> NoReturn:
+    def refuse(requirement: str, actual: str, remedy: str) -> NoReturn:
         raise InvalidValueError(
-            f"Expected {loader_name} to return {requirement}, but got an object of type {type(actual_value).__name__}.",
+            f"Expected {loader_name} to return {requirement}, but got {actual}.",
             hint=remedy,
             argument="dataloader",
-            value=type(actual_value).__name__,
+            value=actual,
         )
 
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
-        refuse("one `DataLoader`", loader, "Pass the dataset of the loader to `FederatedStream.from_arrays`.")
+        kind = type(loader).__name__
+        refuse("one `DataLoader`", f"a `{kind}`", "Pass the dataset of the loader to `FederatedStream.from_arrays`.")
     data, batches = loader.dataset, loader.batch_sampler
     if isinstance(data, IterableDataset):
-        refuse("a loader of a map-style dataset, whose samples have indices", data, "Read the items into a list.")
+        requirement = "a loader of a map-style dataset, whose samples have indices"
+        refuse(requirement, f"a loader of the dataset `{type(data).__name__}`", "Read the items into a list.")
     if type(batches) is not BatchSampler:
         refuse(
             "a loader that makes batches with `batch_size`",
-            data if batches is None else batches,
+            "a loader without `batch_size`" if batches is None else f"a loader with a `{type(batches).__name__}`",
             "Set `batch_size` in the loader, and remove its `batch_sampler`.",
         )
     rows = _rows(batches.sampler)
     if rows is None or any(not 0 <= row < len(data) for row in rows):  # type: ignore[arg-type]  # map-style
         refuse(
             "a loader whose sampler returns the same samples in each epoch",
-            batches.sampler,
+            f"a loader with the sampler `{type(batches.sampler).__name__}`",
             "Use `shuffle`, a `SubsetRandomSampler`, or a `Subset` of the dataset.",
         )
     shuffled = type(batches.sampler) in (RandomSampler, SubsetRandomSampler)

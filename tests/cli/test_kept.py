@@ -78,7 +78,7 @@ def test_reproduce_unusable_committed_run_trains_again(toy, tmp_path, monkeypatc
     capsys.readouterr()
     reproduce(tmp_path / "second")
     err = capsys.readouterr().err
-    assert "a row, seed 0 is trained again: Expected " in err and said in err and "Reused" not in err
+    assert "Did not reuse a run for a row, seed 0: Expected " in err and said in err and "Reused" not in err
     assert ran == ["a row, seed 0"]
     first, second = (read_table(tmp_path / name / "table.json").rows for name in ("first", "second"))
     assert first == second

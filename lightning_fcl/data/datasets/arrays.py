@@ -189,7 +189,8 @@ class Measurement:
                 )
         if self.scaled_over == "data" and (self.mean is None or self.std is None or min(self.std) <= 0):
             raise InvalidValueError(
-                f'Expected `mean`, and `std` above 0, with `scaled_over="data"`, but got {self.mean} and {self.std}.'
+                f'Expected `mean`, and `std` above 0, with `scaled_over="data"`, but got mean={self.mean} and '
+                f"std={self.std}."
             )
 
     @classmethod
@@ -276,9 +277,11 @@ class Measurement:
             low, high = (bounds[number] if bounds else None for bounds in (self.low, self.high))
             ends = channel_values.min(), channel_values.max()
             if outliers := [v for v in ends if (low is not None and v < low) or (high is not None and v > high)]:
+                limits = " and ".join(
+                    f"{word} {bound}" for word, bound in (("at least", low), ("at most", high)) if bound is not None
+                )
                 raise InvalidValueError(
-                    f"Expected values of {name} in `x` between {low} and {high}{unit and f' {unit}'}, but got "
-                    f"{outliers[-1]}.",
+                    f"Expected values of {name} in `x` to be {limits}{unit and f' {unit}'}, but got {outliers[-1]}.",
                     hint=f"Convert `{name}` to {unit or 'the scale of the training data'}.",
                     argument="x",
                     value=outliers[-1],

@@ -69,9 +69,12 @@ def load_hhar(
 ) -> ArrayDataset:
     """Load the labeled motion data of the devices as chunks that do not overlap.
 
-    Accelerometer and gyroscope of a device are resampled to a common regular grid of 100 Hz, by linear interpolation
-    over ``Creation_Time``. Values are not interpolated across gaps of more than 0.5 s or between two activities. No
-    chunk contains such a gap. Chunks are ordered by user, then by device, then by time.
+    From the CSV files, accelerometer and gyroscope of a device are resampled to a common regular grid of 100 Hz, by
+    linear interpolation over ``Creation_Time``. Values are not interpolated across gaps of more than 0.5 s or between
+    two activities. No chunk contains such a gap. Chunks are ordered by user, then by device, then by time.
+
+    The file ``windows.npz`` contains the accelerometer of one phone, in windows that are already scaled. For this file,
+    `devices`, `features` and `normalize` must have their default values.
 
     Args:
         root: Folder that contains the datasets. For the default, see `data_root`.
@@ -79,8 +82,8 @@ def load_hhar(
             ``windows.npz``, it must divide 128. Default: 200, or 128 for ``windows.npz``.
         devices: Device models, from nexus4, s3, s3mini, samsungold, gear and lgwatch. Their order is the order of the
             groups. Default: nexus4, s3, s3mini and lgwatch, as in De Caro et al. 2023.
-        features: ``"raw"`` returns accelerometer xyz, then gyroscope xyz. ``"statistics"`` returns the 32 features of
-            `window_statistics`.
+        features: ``"raw"`` returns accelerometer xyz, then gyroscope xyz (only accelerometer xyz for ``windows.npz``).
+            ``"statistics"`` returns the 32 features of `window_statistics`.
         normalize: Scaling for each device of a user. See
             `lightning_fcl.data.datasets.time_series.chunk_recordings`. De Caro et al. 2023 use ``"user"``.
 

@@ -181,7 +181,8 @@ def photo_dataset(
         classes: Names of the classes, in the order of the labels.
         normalize: ``"imagenet"`` scales pixels to 0..1, subtracts the mean of ImageNet's channels, and divides by the
             standard deviation of ImageNet's channels. ``"channel"`` uses the mean and deviation of these images without
-            the test set. A constant channel is only centered. ``"none"`` only scales to 0..1.
+            the test set, or of all images if all of them are in the test set. A channel that is constant in these
+            images is centered and divided by 255. ``"none"`` only scales to 0..1.
         test: Whether each photograph belongs to the official test set, shape (n,). None if there is no test set.
         group: Natural domain of each photograph, shape (n,). None if there are no domains.
     """

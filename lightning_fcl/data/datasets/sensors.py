@@ -152,7 +152,7 @@ def _from_text(folder: Path, sensors: Sequence[str]) -> ArrayDataset:
 def _rows(
     path: Path, columns: int, number: int | None = None, allowed_values: range | None = None, dtype: type = np.float32
 ) -> NDArray[Any]:
-    """Return the numbers in a text file, shape (lines, columns).
+    """Return the values in a text file, shape (lines, columns).
 
     Raises:
         DamagedFileError: If the number of lines, the length of a line, or a value is wrong.
@@ -166,7 +166,7 @@ def _rows(
         check(content.strip(), "an empty file")
         rows: NDArray[Any] = np.loadtxt(io.BytesIO(content), dtype, ndmin=2)
         fits = rows.shape == (len(rows) if number is None else number, columns)
-        check(fits, f"{len(rows)} lines of {rows.shape[1]}")
+        check(fits, f"{len(rows)} line(s) with {rows.shape[1]} value(s) each")
         check(allowed_values is None or np.isin(rows, allowed_values).all(), "other values")
         return rows
 

@@ -167,7 +167,7 @@ SIGNAL = "train/Inertial Signals/total_acc_y_train.txt"
 DAMAGES = {
     "last line cut off": (SIGNAL, lambda lines: replaced(lines, 4, lines[4][:800]), "number of columns changed"),
     "a value too many": (SIGNAL, lambda lines: replaced(lines, 1, b" 1.0" + lines[1]), "number of columns changed"),
-    "a line lost": (SIGNAL, lambda lines: lines[:4], "to have 128 values in each of 5 lines but got: 4 lines of 128"),
+    "a line lost": (SIGNAL, lambda lines: lines[:4], "in each of 5 lines but got: 4 line(s) with 128 value(s) each"),
     "an empty signal": (SIGNAL, lambda lines: [], "but got: an empty file."),
     "a word": (SIGNAL, lambda lines: replaced(lines, 2, b"abc" + lines[2][16:]), "could not convert string 'abc'"),
     "a label 7": (
@@ -176,7 +176,11 @@ DAMAGES = {
         "1 value from 1 to 6 in each of its lines",
     ),
     "a label 1.5": ("train/y_train.txt", lambda lines: replaced(lines, 2, b"1.5\n"), "but got: other values."),
-    "a subject lost": ("test/subject_test.txt", lambda lines: lines[:2], "in each of 3 lines but got: 2 lines of 1."),
+    "a subject lost": (
+        "test/subject_test.txt",
+        lambda lines: lines[:2],
+        "in each of 3 lines but got: 2 line(s) with 1 value(s) each.",
+    ),
     "another order": (
         "activity_labels.txt",
         lambda lines: [b"1 SITTING\n", *lines[1:]],
