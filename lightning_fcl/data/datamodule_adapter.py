@@ -226,33 +226,37 @@ def _kind(value: Any) -> object:
 
 
 def _taken_apart(loader: Any, loader_name: str) -> tuple[Dataset[Any], LoaderConfig]:
-    def refuse(requirement: str, actual: str, remedy: str) -> NoReturn:
+    def refuse(requirement: str, actual_value: object, remedy: str, description: str = "an object of type") -> NoReturn:
+        kind = type(actual_value).__name__
         raise InvalidValueError(
-            f"Expected {loader_name} to return {requirement}, but got {actual}.",
+            f"Expected {loader_name} to return {requirement}, but got {description} {kind}.",
             hint=remedy,
             argument="dataloader",
-            value=actual,
+            value=kind,
         )
 
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
-        kind = type(loader).__name__
-        refuse("one `DataLoader`", f"a `{kind}`", "Pass the dataset of the loader to `FederatedStream.from_arrays`.")
+        refuse("one `DataLoader`", loader, "Pass the dataset of the loader to `FederatedStream.from_arrays`.")
     data, batches = loader.dataset, loader.batch_sampler
     if isinstance(data, IterableDataset):
         requirement = "a loader of a map-style dataset, whose samples have indices"
-        refuse(requirement, f"a loader of the dataset `{type(data).__name__}`", "Read the items into a list.")
+        refuse(requirement, data, "Read the items into a list.", "a loader of a dataset of type")
     if type(batches) is not BatchSampler:
         refuse(
             "a loader that makes batches with `batch_size`",
-            "a loader without `batch_size`" if batches is None else f"a loader with a `{type(batches).__name__}`",
+            data if batches is None else batches,
             "Set `batch_size` in the loader, and remove its `batch_sampler`.",
+            "a loader without batches, of a dataset of type"
+            if batches is None
+            else "a loader with a batch sampler of type",
         )
     rows = _rows(batches.sampler)
     if rows is None or any(not 0 <= row < len(data) for row in rows):  # type: ignore[arg-type]  # map-style
         refuse(
             "a loader whose sampler returns the same samples in each epoch",
-            f"a loader with the sampler `{type(batches.sampler).__name__}`",
+            batches.sampler,
             "Use `shuffle`, a `SubsetRandomSampler`, or a `Subset` of the dataset.",
+            "a loader with a sampler of type",
         )
     shuffled = type(batches.sampler) in (RandomSampler, SubsetRandomSampler)
     settings = {name: getattr(loader, name) for name in ("num_workers", "pin_memory", "worker_init_fn", "collate_fn")}
