@@ -30,9 +30,9 @@ class ClientRound:
         num_samples: Number of the client's samples in this round, without replay samples.
         num_stream_samples: Number of the client's samples in the whole stream. 0 if unknown.
         num_replay_samples: Number of replay samples that are added to the samples of this round.
-        new_classes: Classes that are in a client's current experience, but in no client's earlier experiences. Empty if
-            the classes of the stream are unknown, or if the targets are not classes.
-        old_classes: Classes that are in a client's earlier experiences. Empty in the same cases.
+        new_classes: Classes that at least one client has in its current experience, and no client has in an earlier
+            experience. Empty if the classes of the stream are unknown, or if the targets are not classes.
+        old_classes: Classes that at least one client has in an earlier experience. Empty in the same cases.
         task_classes: All classes of the client's current task, in ascending order. A task-incremental method restricts
             the logits to these classes. Empty if the logits of all classes are used.
         in_step: Whether all clients of the stream start each experience in the same round.
