@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import MISSING, field, fields
 from difflib import get_close_matches
 from functools import cache, partial, wraps
@@ -74,6 +74,23 @@ def format_names(names: Iterable[object], max_names: int = 10) -> str:
 def format_code_names(names: Iterable[object]) -> str:
     """Return at most three names as code for a message, and the number of the remaining names."""
     return format_names((f"`{name}`" for name in names), max_names=3)
+
+
+def differing_values(first: object, second: object, name: str = "") -> Iterator[tuple[str, object, object]]:
+    """Yield the dotted name, the first value and the second value of each difference between two nested mappings.
+
+    A value that only one mapping contains is "unset" in the other mapping.
+
+    Example:
+        >>> list(differing_values({"seed": 1, "task": {"beta": 0.1}}, {"seed": 1, "task": {"beta": 0.2}}))
+        [('task.beta', 0.1, 0.2)]
+    """
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        for key in sorted(first.keys() | second.keys(), key=str):
+            path = f"{name}.{key}" if name else str(key)
+            yield from differing_values(first.get(key, "unset"), second.get(key, "unset"), path)
+    elif first != second:
+        yield name, first, second
 
 
 def check_clients(

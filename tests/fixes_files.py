@@ -992,6 +992,12 @@ def remote_checkpoint(lab, end):
     )
 
 
+def fit_from_checkpoint(lab, **options):
+    """Resume the fit of a run with `Trainer.fit`."""
+    parts = load_recipe(Recipe((lab.run() / "config.yaml",)))
+    parts.make_trainer().fit(parts.model, datamodule=parts.datamodule, ckpt_path=lab.checkpoint(), **options)
+
+
 def load_checkpoint(lab, name):
     """Read a checkpoint from a folder that also has a truncated checkpoint."""
     path = lab.checkpoint()
@@ -1091,6 +1097,13 @@ ROWS |= {
     ),
     "checkpoint at a URL, downloaded manually": Row(
         remote_checkpoint, {"end": ""}, {"end": "path"}, "or download the file and pass its path"
+    ),
+    "checkpoint with objects": Row(
+        fit_from_checkpoint,
+        {"weights_only": False},
+        {"weights_only": None},
+        "Remove `weights_only`",
+        argument="weights_only",
     ),
     "missing checkpoint": Row(
         load_checkpoint,

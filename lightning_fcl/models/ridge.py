@@ -41,7 +41,8 @@ class RidgeReadout(DoublePrecision):
 
     The statistics are ``A = Y S^T``, ``B = S S^T`` and the number of samples (eq. 6-9 and 11-12). Each column of S is
     the state of a sample, and each column of Y is its target. The statistics do not contain the regularizer ``beta``,
-    which is added once, in the solution. The statistics of readouts of the same reservoir can be added and subtracted.
+    which is added once, in the solution. The statistics of readouts of the same reservoir can be added. Without
+    ``rank``, they can also be subtracted.
 
     Args:
         in_features: Size of the states, N_R.

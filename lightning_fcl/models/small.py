@@ -68,7 +68,7 @@ class HARCNN(Serializable):
     This model has dropout after every dense layer except the classifier.
 
     For windows of 6 x 128 and at 12 bytes per parameter, two models have about the sizes of Table 1:
-    ``196-16C_4M_1024D`` (5,645,898 parameters, 67.8 MB) and ``196-16C_4M_1024D_512D`` (6,167,626 parameters, 74.1 MB).
+    ``196-16C_4M_1024D`` (5,645,898 parameters, 67.8 MB) and ``196-16C_4M_1024D_512D`` (6,167,626 parameters, 74.0 MB).
     Two models have different sizes: ``32-10C_256D_128D`` (1,010,726 parameters) has 12.1 MB instead of 3.3 MB in Table
     1, and ``64-9C_4M_32-9C_2M_16-9C_128D`` (33,654 parameters) has 404 KB instead of 45 KB.
 
@@ -84,8 +84,8 @@ class HARCNN(Serializable):
             Glorot uniform weights and zero biases.
 
     Raises:
-        ValueError: If the notation is invalid, or if the signal is too short. For an invalid notation, the message
-            names the token and its position.
+        ValueError: If an argument is out of range, if the notation is invalid, or if the signal is too short. For an
+            invalid notation, the message names the token and its position.
 
     Example:
         >>> import torch
@@ -213,7 +213,8 @@ class DSICNet(Serializable):
         channels: Number of channels of the images.
 
     Raises:
-        ValueError: If the height or width is below 16 pixels, or if the images of a batch have a different size.
+        ValueError: If the height or width is below 16 pixels, if ``num_classes`` is below 1, or if the images of a
+            batch have a different size.
 
     Example:
         >>> import torch

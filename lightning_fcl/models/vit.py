@@ -117,11 +117,11 @@ def create_vit(
 ) -> SplitViT:
     """Return an untrained vision transformer of one of the eight families of FedViT (Zuo et al., 2024, section 5.5).
 
-    The name of a family selects the family's smallest variant. Each row of the table lists the names of a family, with
-    the variants after a colon. The other two columns list the patches or convolutions, and the number of positions per
-    side in each stage. For example, ``4 every 2: 15, 8, 4`` means patches of 4 pixels with stride 2, and 15, 8 and 4
-    positions per side in three stages. For ``swin``, ``2, windows of 4`` means patches of 2 pixels, and attention in
-    windows of 4 x 4 positions.
+    The name of a family selects the family's smallest variant. In the first column of the table, the variants of a
+    family follow the family's name after a colon. The other two columns list the patches or convolutions, and the
+    number of positions per side in each stage. For example, ``4 every 2: 15, 8, 4`` means patches of 4 pixels with
+    stride 2, and 15, 8 and 4 positions per side in three stages. For ``swin``, ``2, windows of 4`` means patches of 2
+    pixels, and attention in windows of 4 x 4 positions.
 
     ======================================================  =============================  ============================
     name                                                    below 112 pixels: at 32        from 112 pixels: at 224

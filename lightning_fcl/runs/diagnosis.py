@@ -79,7 +79,7 @@ class _Diagnosis:
         self._top = list(dict.fromkeys([*SECTIONS, *(key.partition(".")[0] for key in self._keys)]))
 
     def check(self, content: Mapping[str, Any]) -> None:
-        """Raise an error at the first invalid value of a recipe, or if the recipe has no model."""
+        """Raise an error at the first invalid value of a recipe, or if a required `model` is missing."""
         for section, value in content.items():
             if section not in self._top:
                 raise UnknownNameError(

@@ -260,7 +260,7 @@ class FederatedCLI(LightningCLI):
                 kwargs["max_epochs"] = -1  # `fit` replaces this value by the number of rounds of the stream.
             if config["enable_model_summary"] is None:
                 kwargs["enable_model_summary"] = False
-        else:  # A test writes no files by default.
+        else:  # Commands other than `fit` write no files by default.
             kwargs |= {"logger": False} if config["logger"] is None else {}
             kwargs |= {"enable_checkpointing": False} if lacks(ModelCheckpoint) else {}
         trainer = super().instantiate_trainer(callbacks=callbacks, **kwargs)

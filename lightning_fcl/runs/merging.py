@@ -58,12 +58,14 @@ class _Place:
             folder of the last file.
         group: Whether the place contains arguments by name, such as a section or ``init_args``.
         sections: Whether the place contains a whole recipe.
+        name: Name of the argument that has the value, or that contains the list or dictionary with the value.
     """
 
     find: Callable[[], Any] = lambda: Any
     files: tuple[Path, ...] = ()
     group: bool = False
     sections: bool = False
+    name: str = ""
 
     @cached_property
     def hint(self) -> Any:
@@ -77,8 +79,10 @@ class _Place:
     def argument(self, name: str) -> _Place:
         """Return the place of the argument ``name``."""
         if self.sections:
-            return _Place(lambda: find_class(_SECTION_CLASSES.get(name)), self.files, name in SECTIONS)
-        return _Place(lambda: all_argument_types(self.owner).get(name, Any) if self.owner else Any, self.files)
+            return _Place(lambda: find_class(_SECTION_CLASSES.get(name)), self.files, name in SECTIONS, name=name)
+        return _Place(
+            lambda: all_argument_types(self.owner).get(name, Any) if self.owner else Any, self.files, name=name
+        )
 
     def arguments_of(self, path: object) -> _Place:
         """Return the place of the arguments of the class with the name ``path``."""
@@ -87,7 +91,7 @@ class _Place:
     @property
     def item(self) -> _Place:
         """The place of an item of the list, or a value of the dictionary, at this place."""
-        return _Place(lambda: item_type(self.hint), self.files)
+        return _Place(lambda: item_type(self.hint), self.files, name=self.name)
 
     def follow(self, value: Any) -> tuple[Any, _Place]:
         """Return the content of the file that a value names, and the place of the content.
@@ -204,7 +208,7 @@ def _merged(current_value: Any, value: Any, location: _Place) -> Any:
         isinstance(value, Mapping) and "class_path" not in value and (current_value or isinstance(value, _Dotted))
     )
     if isinstance(current_value, list) and is_for_entry:
-        position, value = _find_entry(current_value, value)
+        position, value = _find_entry(current_value, value, location.name)
         return [_merged(one, value, location.item) if n == position else one for n, one in enumerate(current_value)]
     if (
         isinstance(current_value, list)
@@ -313,11 +317,12 @@ def argument_names(factory: Any) -> list[str]:
     return list(dict.fromkeys([*names, *(str(key).partition(".")[0] for key in keys)]))
 
 
-def _find_entry(entries: Sequence[Any], value: Mapping[str, Any]) -> tuple[int, Any]:
+def _find_entry(entries: Sequence[Any], value: Mapping[str, Any], argument: str) -> tuple[int, Any]:
     """Return the position of the list entry that a value changes, and the value for this entry.
 
     In ``{"Replay": {"memory_size": 100}}``, the name of a class selects the entry of this class, and the inner
-    dictionary is the value. Any other value is for the last entry.
+    dictionary is the value. Any other value is for the last entry. The error message contains ``argument``, the name of
+    the list.
     """
     (name, inner), *other_items = value.items()
     by_class = not other_items and isinstance(inner, Mapping) and str(name)[:1].isupper()
@@ -327,9 +332,9 @@ def _find_entry(entries: Sequence[Any], value: Mapping[str, Any]) -> tuple[int, 
     names = [str(path).rpartition(".")[2] for path in paths]
     if names.count(name) != 1:
         raise UnknownNameError(
-            f"Expected one {name} in a list, but the list contains {', '.join(names)}."
+            f"Expected one {name} in the list `{argument}`, but the list contains {', '.join(names)}."
             if names
-            else f"Expected an entry for `{name}` in a list of the recipe, but the list is empty. Add the entry first.",
+            else f"Expected an entry for `{name}` in `{argument}`, but the list is empty. Add the entry first.",
             hint=did_you_mean(name, names),
             value=name,
         )

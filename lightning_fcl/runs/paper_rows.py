@@ -151,7 +151,8 @@ def expand_grids(content: Mapping[str, Any]) -> dict[str, RowEntry]:
     row.
 
     A change may have ``overrides`` and ``configs``. In ``configs``, ``{row}`` is replaced by the slug of the row. The
-    ``scales`` of a grid apply to all its rows. ``expected`` contains the paper's numbers by row.
+    ``scales`` of a grid apply to all its rows. ``expected`` contains the paper's numbers by the title of the generated
+    row.
 
     Raises:
         InvalidValueError: If a grid names a row that does not exist.
@@ -164,12 +165,13 @@ def expand_grids(content: Mapping[str, Any]) -> dict[str, RowEntry]:
     for grid in content.get("grids", []):
         expected = grid.get("expected", {})
         row_titles = [f"{change} {row}" for change in grid["with"] for row in grid["rows"]]
-        unknown = [row for row in grid["rows"] if row not in rows] + sorted({*expected} - {*row_titles})
-        if unknown:
+        unknown = [("rows", row, rows) for row in grid["rows"] if row not in rows]
+        unknown += [("expected", title, row_titles) for title in sorted({*expected} - {*row_titles})]
+        for key, title, titles in unknown:
             raise InvalidValueError(
-                f"Expected the rows of a grid to be among {', '.join([*rows, *row_titles])}, but got {unknown[0]}.",
+                f"Expected the names in `{key}` of a grid to be among {', '.join(titles)}, but got {title}.",
                 argument="rows",
-                value=unknown[0],
+                value=title,
             )
         for change, change_settings in grid["with"].items():
             for title in grid["rows"]:

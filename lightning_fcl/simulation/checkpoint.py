@@ -13,7 +13,7 @@ from lightning_fcl.federation.aggregation import rules_fingerprint
 from lightning_fcl.federation.protocols import HasFingerprint
 from lightning_fcl.methods.compose import get_methods
 from lightning_fcl.simulation.federation import Federation
-from lightning_fcl.validation import format_code_names
+from lightning_fcl.validation import differing_values, format_code_names
 
 FORMAT = 1
 """Format version of the federation's state in a checkpoint."""
@@ -31,6 +31,9 @@ CHECKPOINT_FIELDS = {
 
 RNG_VERSION = 2
 """Version of the random draws: sample order, participation, replay samples and dropout."""
+
+_LABELS = {"data": "hash of the training data", "task.share": "task.upload", "swarm.dropout": "swarm.missed_sync_prob"}
+"""Names in messages for keys of the fingerprint that differ from the names of the settings."""
 
 
 def federation_fingerprint(federation: Federation) -> dict[str, Any]:
@@ -128,7 +131,11 @@ def check_checkpoint(
         if saved_fingerprint[name] != fingerprint[name]
     }
     if other:
-        differences = "; ".join(f"{name} was {before}, is {now}" for name, (before, now) in other.items())
+        differences = "; ".join(
+            f"{_LABELS.get(setting, setting)} was {before}, is {now}"
+            for name, (saved, current) in sorted(other.items())
+            for setting, before, now in differing_values(saved, current, name)
+        )
         raise InvalidValueError(
             f"Expected a checkpoint with the settings of this run, but {path} has different settings: {differences}.",
             hint="Resume with the settings of the checkpoint, or start without `ckpt_path`.",

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 _MOST = 16
 """Maximum number of changed attributes and metrics that are tested individually. If there are more, all are reset."""
 _LATER = 3333
-"""Factor for the increase of counters in a second test. The counters then have the values of about 10,000 steps."""
+"""Factor for the increase of counters in one of the tests. The counters then have the values of about 10,000 steps."""
 
 
 def isolation_of(federation: Federation) -> Isolation:

@@ -30,7 +30,7 @@ from lightning_fcl.federation.ranks import SINGLE_RANK, Ranks
 from lightning_fcl.io.atomic import TemporaryFolder
 from lightning_fcl.simulation.checkpoint_io import AtomicCheckpointIO
 from lightning_fcl.simulation.gloo import RENDEZVOUS_VARIABLE, GlooRanks, connect_ranks
-from lightning_fcl.validation import one_of
+from lightning_fcl.validation import differing_values, one_of
 
 T = TypeVar("T")
 
@@ -261,10 +261,9 @@ def check_same_federation(ranks: Ranks, fingerprint: Mapping[str, object]) -> No
     local_fingerprint = {"version of lightning-fcl": __version__, "version of torch": torch.__version__, **fingerprint}
     first, *other_fingerprints = ranks.all_gather_object(local_fingerprint)
     for rank, other in enumerate(other_fingerprints, 1):
-        for name in first.keys() | other.keys():
-            if first.get(name) != other.get(name):
-                raise InvalidValueError(
-                    f"Expected all processes of a federation to have the same `{name}`, but process {rank} has "
-                    f"{other.get(name)} and the first process has {first.get(name)}.",
-                    hint="Start all processes with the same recipe, data and package versions.",
-                )
+        for name, first_value, other_value in differing_values(first, other):
+            raise InvalidValueError(
+                f"Expected all processes of a federation to have the same `{name}`, but process {rank} has "
+                f"{other_value} and the first process has {first_value}.",
+                hint="Start all processes with the same recipe, data and package versions.",
+            )

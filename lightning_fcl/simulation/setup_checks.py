@@ -96,9 +96,11 @@ def check_settings(
         )
     if pipeline.transforms and swarm is not None and (swarm.missed_sync_prob or swarm.missed_rounds):
         names = ", ".join(type(transform).__name__ for transform in pipeline.transforms)
+        missed = {"missed_sync_prob": swarm.missed_sync_prob, "missed_rounds": swarm.missed_rounds}
+        settings = " and ".join(f"`{name}={value}`" for name, value in missed.items() if value)
         raise InvalidValueError(
             f"Expected a `swarm` without `missed_sync_prob` and `missed_rounds` together with {names}, but got "
-            f"{swarm.fingerprint()}. A client that missed a synchronization does not start from a server state, so its "
+            f"{settings}. A client that missed a synchronization does not start from a server state, so its "
             "update is undefined.",
             hint=f"Remove `missed_sync_prob` and `missed_rounds` from the swarm, or remove {names}.",
             argument="swarm",

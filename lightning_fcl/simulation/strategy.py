@@ -390,7 +390,7 @@ class FederatedStrategy(RanksStrategy):
             raise InvalidValueError(
                 "Expected `weights_only` to be True, but got False. The checkpoints of a federation contain only "
                 "tensors and plain values, so they can always be read with `weights_only=True`.",
-                hint="Leave it out.",
+                hint="Remove `weights_only`.",
                 argument="weights_only",
             )
         load = super().load_checkpoint

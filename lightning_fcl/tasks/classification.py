@@ -88,7 +88,8 @@ class Classifier(NetworkTask):
         if stream is None or not blocks:
             raise InvalidValueError(
                 'Expected a `FederatedStream` that defines the classes of each task, as `scenario="fedvit"` does, for '
-                f"`task_incremental=True`, but got {stream}.",
+                "`task_incremental=True`, but "
+                f"{'the Trainer has no stream' if stream is None else 'the stream does not define these classes'}.",
                 hint="Use `scenario=FedViTScenario(...)`, or leave `task_incremental` out.",
                 argument="task_incremental",
             )

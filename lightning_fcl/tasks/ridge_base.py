@@ -38,9 +38,9 @@ class RidgeTask(Task):
 
     The statistics are ``A = Y^T S`` and ``B = S^T S``, where S contains the inputs of the readout and Y the targets. In
     a federation with ``upload="statistics"`` (IncFed, or FedRR; Bacciu et al. 2021), the server adds the clients'
-    statistics of each round to its own statistics. It then solves for the readout, which equals the solution on the
-    pooled data of all clients. With ``upload="weights"``, each client solves for its own readout, and the server
-    averages these readouts (FedAvg).
+    statistics of each round to its own statistics. It then solves for the readout. Without ``rank``, the readout equals
+    the solution on the pooled data of all clients. With ``upload="weights"``, each client solves for its own readout,
+    and the server averages these readouts (FedAvg).
 
     In a plain Trainer, only the last epoch of each fit adds its data. With a `FederatedStream`, each epoch is a round
     and adds its data. If the targets are 0 and 1, a class without samples so far has zeros in A and in the solution.
@@ -141,7 +141,8 @@ class RidgeTask(Task):
             sizes: Number of samples of each client.
 
         Returns:
-            Number of readout inputs that were added for each client. A sample has one input, or one for each time step.
+            Number of readout inputs that were added for each client. A sample has one input, or one for each time step
+            that the readout uses.
         """
         samples = 0
         for states, targets in self.readout_pairs(x, y):

@@ -169,7 +169,7 @@ class ConcatGroups(ConcatReduction):
 
 @dataclass(frozen=True)
 class RidgeStatistics:
-    """Two statistics, a and b, that clients sum over their samples.
+    """Two statistics, a and b, that clients compute from their samples.
 
     Args:
         names: Names of a and b in the state.
@@ -217,7 +217,7 @@ MOMENTS = RidgeStatistics(
 
 The server needs all uploads of a round at once.
 
-A group with a single sample of a class reveals this sample.
+A group with a single sample of a class reveals the features of this sample.
 """
 
 

@@ -167,13 +167,14 @@ def test_merge_unknown_list_entry_raises():
     with pytest.raises(UnknownNameError) as raised:
         merge({"callbacks": ["FedProx", "Replay"]}, {"callbacks": {"Replai": {"memory_size": 1}}})
     assert raised.value.hint == "Did you mean Replay?"
+    assert "in the list `callbacks`, but the list contains FedProx, Replay." in str(raised.value)
     with pytest.raises(UnknownNameError):  # Two entries have this name.
         merge({"callbacks": ["Replay", "Replay"]}, {"callbacks": {"Replay": {"memory_size": 1}}})
 
 
 @pytest.mark.parametrize("name", ["memory_size", "Replay.memory_size"])
 def test_merge_entry_of_empty_list_raises(name):
-    with pytest.raises(UnknownNameError, match="the list is empty"):
+    with pytest.raises(UnknownNameError, match="in `callbacks`, but the list is empty"):
         merge({"callbacks": []}, {f"callbacks.{name}": 1})
 
 

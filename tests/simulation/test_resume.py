@@ -76,19 +76,20 @@ def test_resumed_fit_equals_uninterrupted_fit(
 
 
 @pytest.mark.parametrize(
-    ("change", "argument"),
+    ("change", "argument", "difference"),
     [
-        ({"seed": 6}, "seed"),
-        ({"local_epochs": 2}, "local_epochs"),
-        ({"stream": {"num_clients": 4}}, "data"),
+        ({"seed": 6}, "seed", "different settings: seed was 5, is 6."),
+        ({"local_epochs": 2}, "local_epochs", "different settings: local_epochs was 1, is 2."),
+        ({"stream": {"num_clients": 4}}, "data", "hash of the training data was "),
     ],
 )
-def test_resume_with_other_settings_raises(fit, make_stream, make_task, tmp_path, change, argument):
+def test_resume_with_other_settings_raises(fit, make_stream, make_task, tmp_path, change, argument, difference):
     fit(make_task(), make_stream(), callbacks(tmp_path), trainer_args={"enable_checkpointing": True}, **OPTIONS)
     options = {**OPTIONS, **{k: v for k, v in change.items() if k != "stream"}}
-    with raises(InvalidValueError, argument, code="other-recipe"):
+    with raises(InvalidValueError, argument, code="other-recipe") as raised:
         fit(make_task(), make_stream(**change.get("stream", {})), callbacks(),
             ckpt_path=tmp_path / "round-epoch=0.ckpt", **options)  # fmt: skip
+    assert difference in str(raised.value)
 
 
 @pytest.mark.parametrize(
