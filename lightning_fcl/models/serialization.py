@@ -93,7 +93,7 @@ def build_from_config(init_config: object, name: str) -> Any:
     Raises:
         InvalidValueError: If a class is not a network of `lightning_fcl.models` or an optimizer, or if an argument has
             a wrong type.
-        UnknownNameError: If a class does not have an argument.
+        UnknownNameError: If an argument of a class is missing or unknown.
     """
     if isinstance(init_config, list | tuple):
         return [build_from_config(item, name) for item in init_config]

@@ -106,7 +106,7 @@ class ClientCounters:
         return self._totals if self.shown else _SAME
 
     def end_batch(self) -> None:
-        """After a client's last batch, save the learning rates, so that later changes by hooks can be undone."""
+        """After a client's last batch, save rates and schedules, so that later changes by hooks can be undone."""
         if self._client_group is not None and self._client_group.last_batch:
             self._local_steps.end_batches(self._optimizers)
 
