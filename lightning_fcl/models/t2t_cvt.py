@@ -100,7 +100,7 @@ class T2TBody(Serializable):
         return features
 
     def tokens(self, x: Tensor) -> Tensor:
-        """Return the output of the T2T module: patches of shape (batch, patches, channels * kernel * kernel)."""
+        """Return the patches of the last split, shape (batch, patches, channels * kernel * kernel)."""
         tokens = _soft_split(x, *self.splits[0])
         for transformer, split in zip(self.transformers, self.splits[1:], strict=True):
             side = round(tokens.shape[1] ** 0.5)
