@@ -165,7 +165,7 @@ def expand_grids(content: Mapping[str, Any]) -> dict[str, RowEntry]:
     for grid in content.get("grids", []):
         expected = grid.get("expected", {})
         row_titles = [f"{change} {row}" for change in grid["with"] for row in grid["rows"]]
-        unknown = [("rows", row, rows) for row in grid["rows"] if row not in rows]
+        unknown = [("rows", row, [*rows]) for row in grid["rows"] if row not in rows]
         unknown += [("expected", title, row_titles) for title in sorted({*expected} - {*row_titles})]
         for key, title, titles in unknown:
             raise InvalidValueError(
