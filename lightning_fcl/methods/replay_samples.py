@@ -253,8 +253,8 @@ def _checked(transform: ReplayTransform, sample: Mapping[str, Tensor]) -> Mappin
         value = transformed_sample.get(name)
         if isinstance(value, Tensor) and (tuple(value.shape), value.dtype) == (shape, dtype):
             continue
-        got = type(value).__name__ if name in transformed_sample else "a dict without this name"
-        description = f"{tuple(value.shape)} and {value.dtype}" if isinstance(value, Tensor) else got
+        kind_text = type(value).__name__ if name in transformed_sample else "a dict without this name"
+        description = f"{tuple(value.shape)} and {value.dtype}" if isinstance(value, Tensor) else kind_text
         raise _ChangedSampleError(
             f"Expected `transform` to keep the shape and dtype of `{name}` in a replay sample, {shape} and {dtype}, "
             f"but got {description}. Move changes of shape or dtype into the dataset.",
