@@ -28,9 +28,9 @@ def require_stream(trainer: L.Trainer) -> FederatedStream:
     stream = find_stream(trainer)
     if stream is None:
         datamodule = trainer.datamodule  # type: ignore[attr-defined]
-        found = None if datamodule is None else f"a `{type(datamodule).__name__}`"
+        actual = None if datamodule is None else f"a `{type(datamodule).__name__}`"
         raise InvalidValueError(
-            f"Expected a `FederatedStream` as the Trainer's `datamodule`, but got {found}.",
+            f"Expected a `FederatedStream` as the Trainer's `datamodule`, but got {actual}.",
             argument="datamodule",
             value=datamodule,
         )

@@ -52,7 +52,7 @@ def test_zoo_predict_csv_file_prints_labels(small_zoo, digits, capsys):
         ("a,b\n1,x\n", "to contain numbers"),
         (f"1\n{'x' * 131_072}", "Correct the file"),
         (f"1\n{'1' * 131_073}", "64 columns"),
-        (",".join(["99"] * 64), "between 0.0 and 16.0 pixels of 16, but got 99"),
+        (",".join(["99"] * 64), "at most 16.0 pixels of 16, but got 99"),
     ],
 )
 def test_zoo_predict_invalid_csv_file_raises(small_zoo, tmp_path, content, message, error_of):
