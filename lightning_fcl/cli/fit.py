@@ -47,6 +47,8 @@ class Fit(Command):
       lightning-fcl fit quickstart --trainer.max_epochs 3 --data.partition.num_clients 20
       lightning-fcl fit my.yaml more.yaml     later files override earlier ones
       lightning-fcl fit runs/mine             resume from the newest checkpoint of the run
+      lightning-fcl fit my.yaml --seeds 5     train with the seeds 0 to 4, in runs/my/seed-0 and so on
+      lightning-fcl fit my.yaml --seeds 3 --sweep model.init_args.optimizer.lr=.1,.01
       lightning-fcl fit --help=FedViT         describe a class and its arguments
       lightning-fcl fit --help.all            list all arguments
       lightning-fcl fit --print_config        print the recipe with all defaults
@@ -68,6 +70,9 @@ class Fit(Command):
         add("--config", action="append", default=[], metavar="RECIPE", help="add a recipe")
         add("--out", help="set the output folder (default: `out` of the recipe, or runs/RECIPE)")
         add("--seed_everything", metavar="SEED", help="set the random seed (default: from the recipe, or 0)")
+        add("--seeds", metavar="N|A,B", help="train with the seeds 0 to N-1, or with A and B")
+        add("--sweep", action="append", default=[], metavar="OPTION=A,B", help="train with each value of an option")
+        add("--workers", type=int, metavar="N", help="set the processes of --seeds and --sweep (default: cores)")
         add("--ckpt_path", metavar="FILE", help="resume from this checkpoint")
         add("--model.pretrained", dest="pretrained", metavar="NAME", help="start from a network of the zoo")
 
@@ -83,6 +88,15 @@ class Fit(Command):
                     argument=f"--{name}",
                 )
         printed = options.print_config is not None
+        if options.seeds is not None or options.sweep:
+            self._run_several(options)
+            return
+        if options.workers is not None:
+            raise MissingValueError(
+                "Expected `--seeds` or `--sweep` with `--workers`, but got neither.",
+                hint="Add `--seeds N`, or set `--trainer.devices` to train one run with several processes.",
+                argument="--workers",
+            )
         if continues := len(options.recipes) == 1 and is_run(Path(options.recipes[0])):
             recipe = recipe_of_run(Path(options.recipes[0]), options)
             print(f"Resuming from {recipe.content()['ckpt_path']}", file=sys.stderr if printed else sys.stdout)
@@ -106,6 +120,39 @@ class Fit(Command):
         cli = run_cli("fit", recipe, FitCLI)
         if cli.should_write_results:
             print(_end(cli.output_folder))
+
+    def _run_several(self, options: Namespace) -> None:
+        """Train several seeds or settings of a recipe."""
+        from lightning_fcl.cli.sweep import run_sweep
+
+        several = "--seeds" if options.seeds is not None else "--sweep"
+        for folder in filter(is_run, map(Path, options.recipes)):
+            raise InvalidValueError(
+                f"Expected a recipe with `{several}`, but got the run {folder}.",
+                hint=f"Use {folder / CONFIG}. The command that started several runs also resumes these runs.",
+                argument="RECIPE",
+                value=folder,
+            )
+        unsupported = {
+            "--ckpt_path": options.ckpt_path,
+            "--print_config": options.print_config,
+            "--seed_everything": options.seed_everything if options.seeds is not None else None,
+        }
+        for name, value in unsupported.items():
+            if value is not None:
+                raise InvalidValueError(
+                    f"Expected no `{name}` with `{several}`, but got {value or name}.",
+                    hint=f"Remove `{name}` or `{several}`.",
+                    argument=name,
+                    value=value,
+                )
+        recipe = find_recipes(options.recipes).with_layers(*options.layers)
+        if options.pretrained:
+            recipe = recipe.with_values(_published(options.pretrained))
+        if options.seed_everything is not None:
+            recipe = recipe.with_values({"seed_everything": options.seed_everything})
+        command = ["fit", *options.words]
+        run_sweep(recipe, options.seeds, options.sweep, options.workers, _default_folder(options), command)
 
 
 def is_run(folder: Path) -> bool:
@@ -131,8 +178,8 @@ def print_help(command: str) -> None:
     make_cli([command, "--help"], FederatedCLI)
 
 
-def _free_folder(options: Namespace) -> Path:
-    """Return the folder for the results. If the folder already contains a run, append a number to the folder's name."""
+def _default_folder(options: Namespace) -> Path:
+    """Return the folder for the results: ``--out``, otherwise ``out`` of the recipe, otherwise ``runs/RECIPE``."""
     out = options.out
     if not out:
         recipe_paths = [*map(Path, options.recipes), *(layer for layer in options.layers if isinstance(layer, Path))]
@@ -148,6 +195,12 @@ def _free_folder(options: Namespace) -> Path:
             f"Expected a folder for results at {out}, but {existing_path} is a file.",
             hint="Use another folder with `--out`.",
         )
+    return folder
+
+
+def _free_folder(options: Namespace) -> Path:
+    """Return the folder for the results. If the folder already contains a run, append a number to the folder's name."""
+    folder = _default_folder(options)
     numbered = (folder.with_name(f"{folder.name}-{number}") for number in count(2))
     free = next(one for one in chain([folder], numbered) if find_run_folder(one / CONFIG) is None)
     if free != folder:

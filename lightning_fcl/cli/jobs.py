@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import multiprocessing
 import os
 import shutil
@@ -62,14 +63,16 @@ class Job:
     @property
     def whole_recipe(self) -> Recipe:
         """The recipe with the seed and the folder of the run."""
-        seeded_recipe = Recipe(self.recipe.files).with_values({"seed_everything": self.seed, "out": str(self.out)})
-        return seeded_recipe.with_layers(*self.recipe.settings)
+        return self.recipe.with_values({"seed_everything": self.seed, "out": str(self.out)})
 
     @property
     def fingerprint(self) -> str:
         """SHA-256 of the recipe (without its secrets), the seed, and the version of this library."""
         settings = Recipe(self.recipe.settings).words
         parts = [read_text(path) for path in self.recipe.files] + [str(self.seed), __version__, *settings]
+        kinds = [isinstance(layer, Path) for layer in self.recipe.layers]
+        if kinds != sorted(kinds, reverse=True):  # A file overrides an earlier setting.
+            parts.append(str(kinds))
         text = text_without_secrets("\x1f".join(parts), list(secrets_of(self.recipe.content())))
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -278,6 +281,29 @@ def run_job(job: Job) -> None:
             write_files(job.out)  # Write missing files, such as the report.
         else:
             _train(job)
+
+
+def try_job(job: Job) -> Failure | None:
+    """Run a job with one thread. If the job fails, write the failure to the job's folder, and return the failure.
+
+    Raises:
+        OSError: If the operating system rejects an operation, for example on a full disk. The other jobs then stop,
+            because the error does not depend on the job.
+    """
+    import torch
+
+    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)  # Lines about seeds would break the progress bar.
+    torch.set_num_threads(1)  # The number of threads changes the last digits of results, and workers use one thread.
+    try:
+        run_job(job)
+    except OSError:
+        raise
+    except Exception as error:
+        failure = Failure.of(error)
+        failure.write(job)
+        return failure
+    (job.out / _FAILURE).unlink(missing_ok=True)
+    return None
 
 
 def start_job(job: Job) -> None:

@@ -8,7 +8,6 @@ reads the results of finished runs from their folders.
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import shlex
 import shutil
@@ -35,8 +34,8 @@ from lightning_fcl.cli.jobs import (
     check_at_least_one,
     is_finished,
     print_resume_hint_on_stop,
-    run_job,
     run_parallel,
+    try_job,
 )
 from lightning_fcl.cli.main import Command
 from lightning_fcl.cli.search import Search, trial_recipe, validate_space
@@ -191,35 +190,13 @@ def iter_finished_trials(
         job: failure for job in numbers if job not in recorded_failures and (failure := Failure.read(job))
     }
     with closing(
-        run_parallel(run_trial, [job for job in numbers if job not in recorded_failures], workers)
+        run_parallel(try_job, [job for job in numbers if job not in recorded_failures], workers)
     ) as finished_runs:
         for job, failure in itertools.chain(recorded_failures.items(), finished_runs):
             failures[job] = failure
             runs = jobs[numbers[job]]
             if all(run in failures for run in runs):
                 yield numbers[job], next((failures[run] for run in runs if failures[run]), None)
-
-
-def run_trial(job: Job) -> Failure | None:
-    """Run a job. If the job fails, write the failure to the job's folder, and return the failure.
-
-    Raises:
-        OSError: If the operating system rejects an operation, for example on a full disk. The search then stops,
-            because the error does not depend on the trial.
-    """
-    import torch
-
-    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)  # Lines about seeds would break the progress bar.
-    torch.set_num_threads(1)  # The number of threads changes the last digits of results, and workers use one thread.
-    try:
-        run_job(job)
-    except OSError:
-        raise
-    except Exception as error:
-        failure = Failure.of(error)
-        failure.write(job)
-        return failure
-    return None
 
 
 def record_trial(

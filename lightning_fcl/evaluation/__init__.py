@@ -2,3 +2,7 @@
 
 The package reads the record of a run, which contains plain numbers. It uses neither modules nor Trainers.
 """
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

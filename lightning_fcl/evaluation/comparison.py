@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -115,8 +116,8 @@ def runs_by_name(runs: Sequence[Path]) -> dict[str, list[dict[str, Any]]]:
     """Return a dict that contains, for the name of each row in a report, the results of all seeds of the row.
 
     The name of a row comes from the recipe. If the recipe has no row name, or several folders have the same row name,
-    the name is the path of the folder. Folders ``seed-0``, ``seed-1`` and so on in the same folder are the seeds of one
-    row, as `lightning-fcl reproduce` writes them.
+    the name is the path of the folder without the path that all these folders share. Folders ``seed-0``, ``seed-1`` and
+    so on in the same folder are the seeds of one row, as `lightning-fcl fit --seeds` writes them.
 
     Raises:
         ValueError: If a ``results.json`` is invalid.
@@ -125,10 +126,23 @@ def runs_by_name(runs: Sequence[Path]) -> dict[str, list[dict[str, Any]]]:
     for run in runs:
         by_place.setdefault(run.parent if run.name.startswith("seed-") else run, []).append(read_results(run))
     names = [of[0]["recipe"]["row"] if of[0]["recipe"] else "" for of in by_place.values()]
-    return {
-        name if name and names.count(name) == 1 else str(place): of
-        for name, (place, of) in zip(names, by_place.items(), strict=True)
-    }
+    unnamed = [place for name, place in zip(names, by_place, strict=True) if not name or names.count(name) > 1]
+    labels = dict(zip(unnamed, _shorten_paths(unnamed), strict=True))
+    return {labels.get(place, name): of for name, (place, of) in zip(names, by_place.items(), strict=True)}
+
+
+def _shorten_paths(paths: Sequence[Path]) -> list[str]:
+    """Return the paths without the folders that all paths share. A single path becomes its last part.
+
+    Example:
+        >>> _shorten_paths([Path("runs/lr=0.1"), Path("runs/old/lr=0.1")])
+        ['lr=0.1', 'old/lr=0.1']
+    """
+    if len(paths) < 2:
+        return [path.name or str(path) for path in paths]
+    whole_paths = [path.absolute() for path in paths]
+    shared = os.path.commonpath([path.parent for path in whole_paths])
+    return [path.relative_to(shared).as_posix() for path in whole_paths]
 
 
 def _all_metrics(groups: RunsByName) -> list[list[str]]:

@@ -33,8 +33,11 @@ FORMAT = 1
 CONFIG, LAST = "config.yaml", Path("checkpoints", "last.ckpt")
 """Paths of the recipe and of the last checkpoint, relative to a run folder."""
 
-_RECORD, _SEAL = "record.jsonl", "files.txt"
-_WRITTEN = (LAST, _RECORD, _SEAL, "results.json", "metrics.csv", "report.html")
+RECORD = "record.jsonl"
+"""Name of the file with the rounds of a run that have ended so far."""
+
+_SEAL = "files.txt"
+_WRITTEN = (LAST, RECORD, _SEAL, "results.json", "metrics.csv", "report.html")
 
 
 class RecordFile:
@@ -46,7 +49,7 @@ class RecordFile:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder / _RECORD
+        self.path = folder / RECORD
         self._begin()
 
     def _begin(self) -> None:
@@ -106,15 +109,28 @@ class RecordFile:
                 f"{self.path}, which contains the measurements until this checkpoint, is missing or belongs to another "
                 "run. Copy it from the folder of the checkpoint's run"
             )
-        rounds: list[dict[str, Any]] = []
-        for line in map(json.loads, data.splitlines()):
-            if "rest" in line:
-                self._rest = line["rest"]
-            else:
-                self._last = {"experience": self._last.get("experience"), **line}
-                rounds.append(self._last)
-        self._number = len(rounds)
-        return {**self._rest, "rounds": rounds}
+        record = parse_record(data)
+        rounds: list[dict[str, Any]] = record["rounds"]
+        self._rest = {name: value for name, value in record.items() if name != "rounds"}
+        self._number, self._last = len(rounds), rounds[-1] if rounds else {}
+        return record
+
+
+def parse_record(data: bytes) -> dict[str, Any]:
+    """Return the record in the lines of ``record.jsonl``. An incomplete last line is ignored.
+
+    Raises:
+        ValueError: If another line is not valid.
+    """
+    rest, rounds = dict[str, Any](), list[dict[str, Any]]()
+    for line in map(json.loads, data[: data.rfind(b"\n") + 1].splitlines()):
+        if "rest" in line:
+            rest = line["rest"]
+        else:
+            # A line without experiences has those of the previous round.
+            previous = rounds[-1]["experience"] if rounds else None
+            rounds.append({"experience": previous, **line})
+    return {**rest, "rounds": rounds}
 
 
 def last_recorded_round(folder: Path) -> int:
@@ -123,7 +139,7 @@ def last_recorded_round(folder: Path) -> int:
     Numbers start at 0. An incomplete last line does not count.
     """
     last = -1
-    with suppress(FileNotFoundError, json.JSONDecodeError), open_file(folder / _RECORD) as file:
+    with suppress(FileNotFoundError, json.JSONDecodeError), open_file(folder / RECORD) as file:
         for line in map(json.loads, file):
             last = int(line.get("round", last))
     return last

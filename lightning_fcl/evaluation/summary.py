@@ -32,7 +32,7 @@ BANDWIDTHS = (1e5, 2.5e5, 5e5, 1e6, 5e6, 1e7)
 DIRECTIONS = ("upload_bytes", "download_bytes")
 
 
-_HEADLINES = (
+HEADLINES = (
     (FINAL_ACCURACY, {"server": "server, whole test set"}),
     (AVERAGE_ACCURACY, {"clients": "mean over clients and their tasks", "server": "server, mean over its tasks"}),
     (FORGETTING, {"clients": "mean over clients", "server": "server, mean over earlier tasks"}),
@@ -81,7 +81,7 @@ def summary_metrics(results: Mapping[str, Any]) -> list[SummaryMetric]:
     """
     record, metrics = results["record"], results["metrics"]
     quantity, summaries = get_quantity(record), list[SummaryMetric]()
-    for metric, notes in _HEADLINES:
+    for metric, notes in HEADLINES:
         if quantity_metric := metric.for_quantity(quantity):
             values = ((metrics.get(f"{quantity_metric.name}/{model}"), note) for model, note in notes.items())
             available_metrics = [

@@ -6,11 +6,11 @@ The runs of a row differ only in the seed.
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -19,8 +19,12 @@ from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.evaluation.continual import FloatArray
 from lightning_fcl.evaluation.curves import task_curves
 from lightning_fcl.evaluation.metrics import find_metric
+from lightning_fcl.evaluation.statistics import SeedStatistics, seed_statistics
 from lightning_fcl.io.atomic import write_atomic
 from lightning_fcl.io.reading import read_json
+
+TableFormat: TypeAlias = Literal["csv", "markdown", "latex"]
+"""Formats of a table that compares runs."""
 
 NEAR_TOLERANCE = 0.05
 """Largest difference from the paper's value at which a mean counts as near."""
@@ -40,17 +44,20 @@ class Cell:
     values: Mapping[int, float]
     paper: float | None = None
 
+    @cached_property
+    def statistics(self) -> SeedStatistics | None:
+        """Statistics over the seeds. None if there is no value."""
+        return seed_statistics(self.values.values()) if self.values else None
+
     @property
     def mean(self) -> float | None:
         """Mean over the seeds. None if there is no value."""
-        return statistics.fmean(self.values.values()) if self.values else None
+        return self.statistics.mean if self.statistics else None
 
     @property
     def std(self) -> float | None:
         """Sample standard deviation over the seeds (divided by n - 1). 0 for one seed, None if there is no value."""
-        if self.n < 2:
-            return 0.0 if self.values else None
-        return statistics.stdev(self.values.values())
+        return (self.statistics.std or 0.0) if self.statistics else None
 
     @property
     def n(self) -> int:

@@ -50,6 +50,8 @@ class RecipeInfo:
         eval_split: Samples that models are evaluated on: ``"test"``, or ``"validation"`` to tune hyperparameters.
         first_tasks: Number of tasks to train. Each client trains only its first tasks, and ``max_epochs`` is ignored.
             None trains all tasks.
+        searched: Value of each option of a sweep, by the name of the option. Tables that compare runs have a column for
+            each of these options.
     """
 
     paper: str = ""
@@ -57,6 +59,7 @@ class RecipeInfo:
     expected_metrics: dict[str, float] = field(default_factory=dict)
     eval_split: Literal["test", "validation"] = "test"
     first_tasks: int | None = None
+    searched: dict[str, Any] = field(default_factory=dict)
 
 
 class FederatedCLI(LightningCLI):

@@ -62,6 +62,8 @@ def make_results(
         "command": command,
         "finished": trainer.current_epoch >= (trainer.max_epochs or 0),
     }
+    if recipe["searched"]:
+        results["searched"] = dict(recipe["searched"])
     if recipe["first_tasks"]:
         results["tasks"] = recipe["first_tasks"]
     for callback in callbacks:
