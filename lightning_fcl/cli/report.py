@@ -30,9 +30,7 @@ class Report(Command):
     def arguments(self, parser: ArgumentParser) -> None:
         add = parser.add_argument
         add("runs", nargs="+", type=Path, metavar="RUN", help="read a run folder, or a folder of runs")
-        add(
-            "--out", type=Path, metavar="FILE", help="write to FILE (default: RUN/report.html, or runs/report.html)"
-        )
+        add("--out", type=Path, metavar="FILE", help="write to FILE (default: RUN/report.html, or runs/report.html)")
         add("--table", choices=get_args(TableFormat), help="print a table instead of writing a report")
         add("--metrics", metavar="A,B", help="set the metrics of the table (default: main metrics)")
         add("--reference", metavar="ROW", help="compare the rows of the table with this row")

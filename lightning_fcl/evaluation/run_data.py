@@ -15,7 +15,7 @@ import numpy as np
 from lightning_fcl.errors import InvalidValueError, MissingFileError
 from lightning_fcl.evaluation.curves import curves
 from lightning_fcl.evaluation.metrics import summarize
-from lightning_fcl.evaluation.record import Evaluation, get_quantities, get_quantity, tested_models
+from lightning_fcl.evaluation.record import Evaluation, get_quantities, get_quantity
 from lightning_fcl.evaluation.results import CONFIG, RECORD, parse_record, read_results
 from lightning_fcl.evaluation.summary import DIRECTIONS
 from lightning_fcl.io.reading import open_file
@@ -91,8 +91,8 @@ class Run:
     def accuracy_matrix(self) -> pd.DataFrame:
         """Value on each task after the last round of each task, of models with at least two tasks.
 
-        Columns: ``model``, ``after_task``, ``test_task``, and ``accuracy`` or the name of the first quantity. Forgetting
-        and backward transfer are computed from these values.
+        Columns: ``model``, ``after_task``, ``test_task``, and ``accuracy`` or the name of the first quantity. The
+        metrics ``forgetting`` and ``backward_transfer`` are computed from these values.
         """
         import pandas as pd
 
