@@ -18,7 +18,7 @@ from lightning_fcl.evaluation.metrics import summarize
 from lightning_fcl.evaluation.record import Evaluation, get_quantities, get_quantity
 from lightning_fcl.evaluation.results import CONFIG, RECORD, parse_record, read_results
 from lightning_fcl.evaluation.summary import DIRECTIONS
-from lightning_fcl.io.reading import open_file
+from lightning_fcl.io.reading import as_file_error, open_file
 from lightning_fcl.io.safe_yaml import read_yaml
 
 if TYPE_CHECKING:
@@ -200,7 +200,7 @@ def read_run(folder: str | Path) -> Run:
             hint="Pass a folder that `lightning-fcl fit` has written.",
             value=folder,
         )
-    with open_file(path) as file:
+    with as_file_error(path, "to be the record of a run", "Repeat the run."), open_file(path) as file:
         record = parse_record(file.read())
     if not record.get("rounds"):
         raise InvalidValueError(

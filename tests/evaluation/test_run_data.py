@@ -74,7 +74,7 @@ def test_read_run_clients_have_personal_accuracy_and_spread(trained):
 @pytest.mark.seconds
 def test_read_run_settings_are_the_recipe(trained):
     settings = read_run(trained).settings.set_index("name")["value"]
-    assert settings["seed_everything"] == 3 and settings["data.partition.num_clients"] == 3
+    assert settings["seed_everything"] == 3 and settings["data.partition.init_args.num_clients"] == 3
     assert settings["trainer.callbacks.0.class_path"].endswith("FLwF2T") and settings.index.is_unique
 
 
