@@ -52,6 +52,7 @@ from lightning_fcl.errors import (
     MissingValueError,
     UnknownNameError,
 )
+from lightning_fcl.evaluation import read_run
 from lightning_fcl.evaluation.comparison import compare_page, find_runs
 from lightning_fcl.evaluation.paper_figures import draw_tasks
 from lightning_fcl.evaluation.results import read_results
@@ -125,6 +126,15 @@ def with_run(lab):
 
 def with_file(name):
     return lambda lab: written(lab, name, "x") if not (lab.folder / name).exists() else None
+
+
+def read_record(lab, change):
+    """Read a run that has only a record. ``change`` changes the lines of the record."""
+    folder = lab.folder / "unfinished"
+    folder.mkdir(exist_ok=True)
+    lines = (lab.run() / "record.jsonl").read_bytes().splitlines(keepends=True)
+    (folder / "record.jsonl").write_bytes(b"".join(map(change, lines)))
+    return read_run(folder)
 
 
 def read_search(lab, **changes):
@@ -249,6 +259,60 @@ ROWS |= {
         {"words": f"fit quickstart {SMALL} --out file/run", "prepare": with_file("file")},
         {"words": f"fit quickstart {SMALL} --out other/run"},
         "Use another folder with `--out`",
+    ),
+    "several seeds of a run": Row(
+        command,
+        {"words": "fit run --seeds 1", "prepare": with_run},
+        {"words": f"fit run/config.yaml {SMALL} --seeds 1 --workers 1 --out several"},
+        "Use run/config.yaml. The command that started several runs also resumes these runs.",
+        argument="RECIPE",
+    ),
+    "several seeds from a checkpoint": Row(
+        command,
+        {"words": f"fit quickstart {SMALL} --seeds 1 --workers 1 --out several --ckpt_path x.ckpt"},
+        {"words": f"fit quickstart {SMALL} --seeds 1 --workers 1 --out several"},
+        "Remove `--ckpt_path` or `--seeds`.",
+        argument="--ckpt_path",
+    ),
+    "several seeds of a recipe with a checkpoint": Row(
+        command,
+        {
+            "words": f"fit quickstart --config ckpt.yaml {SMALL} --seeds 1",
+            "prepare": lambda lab: written(lab, "ckpt.yaml", {"ckpt_path": "x.ckpt"}),
+        },
+        {"words": f"fit quickstart {SMALL} --seeds 1 --workers 1 --out several"},
+        "Remove `ckpt_path`.",
+        argument="ckpt_path",
+    ),
+    "seeds that are no numbers": Row(
+        command,
+        {"words": "fit quickstart --seeds two"},
+        {"words": f"fit quickstart {SMALL} --seeds 0, --workers 1 --out several"},
+        "Use `--seeds 5` for the seeds 0 to 4, or `--seeds 3,7` for these seeds.",
+        argument="--seeds",
+    ),
+    "sweep without values": Row(
+        command,
+        {"words": "fit quickstart --sweep data.batch_size"},
+        {"words": f"fit quickstart {SMALL} --sweep data.batch_size=16,32 --workers 1 --out several"},
+        "Write an option of the recipe and its values, as in `--sweep data.batch_size=16,32`.",
+        argument="--sweep",
+    ),
+    "workers of one run": Row(
+        command,
+        {"words": f"fit quickstart {SMALL} --out one --workers 1"},
+        {"words": f"fit quickstart {SMALL} --out several --workers 1 --seeds 1"},
+        "Add `--seeds N`",
+        MissingValueError,
+        "--workers",
+    ),
+    "metrics of a report without a table": Row(
+        command,
+        {"words": "report run --metrics final_accuracy/server", "prepare": with_run},
+        {"words": "report run --metrics final_accuracy/server --table markdown", "prepare": with_run},
+        "Add `--table markdown`.",
+        MissingValueError,
+        "--table",
     ),
     "help on an unknown class": Row(
         command,
@@ -807,6 +871,16 @@ ROWS |= {
         {"name": "."},
         "Pass a folder that `lightning-fcl fit` has written",
         MissingFileError,
+    ),
+    "run without a round": Row(
+        read_record, {"change": lambda line: b""}, {"change": bytes}, "Wait for the end of the first round."
+    ),
+    "damaged record": Row(
+        read_record,
+        {"change": lambda line: b"{" + line},
+        {"change": bytes},
+        "Repeat the run in another folder.",
+        DamagedFileError,
     ),
     "figure of clients that were not tested": Row(
         fit_clients, {"clients": "none"}, {"clients": "all"}, 'Run the row with `ContinualMetrics(clients="all")`'

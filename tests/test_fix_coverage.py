@@ -21,6 +21,9 @@ TRIED_ELSEWHERE: dict[str, list[str]] = {
     "Resume from the newest checkpoint. The number of `devices` may differ.": [
         "tests/cli/test_ranks.py::test_fit_killed_process_leaves_resumable_checkpoint",
     ],
+    "Correct the cause, then run the same command again:": [
+        "tests/cli/test_sweep.py::test_fit_failed_seed_does_not_stop_others",
+    ],
     "Run `pip install": ["tests/test_errors.py::test_require_package_missing_names_the_pip_package"],
     'Put the training code below `if __name__ == "__main__":`, or set `num_workers=0`.': [
         "tests/simulation/test_habits.py::test_script_without_main_guard_trains_without_workers",

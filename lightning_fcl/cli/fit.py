@@ -125,10 +125,10 @@ class Fit(Command):
         """Train several seeds or settings of a recipe."""
         from lightning_fcl.cli.sweep import run_sweep
 
-        several = "--seeds" if options.seeds is not None else "--sweep"
+        several_option = "--seeds" if options.seeds is not None else "--sweep"
         for folder in filter(is_run, map(Path, options.recipes)):
             raise InvalidValueError(
-                f"Expected a recipe with `{several}`, but got the run {folder}.",
+                f"Expected a recipe with `{several_option}`, but got the run {folder}.",
                 hint=f"Use {folder / CONFIG}. The command that started several runs also resumes these runs.",
                 argument="RECIPE",
                 value=folder,
@@ -141,8 +141,8 @@ class Fit(Command):
         for name, value in unsupported.items():
             if value is not None:
                 raise InvalidValueError(
-                    f"Expected no `{name}` with `{several}`, but got {value or name}.",
-                    hint=f"Remove `{name}` or `{several}`.",
+                    f"Expected no `{name}` with `{several_option}`, but got {value or name}.",
+                    hint=f"Remove `{name}` or `{several_option}`.",
                     argument=name,
                     value=value,
                 )

@@ -223,7 +223,7 @@ def run_sweep(
     if content.get("ckpt_path"):
         raise InvalidValueError(
             f"Expected no `ckpt_path` with several runs, but got {content['ckpt_path']}.",
-            hint="Remove `ckpt_path`. The same command resumes interrupted runs.",
+            hint="Remove `ckpt_path`.",
             argument="ckpt_path",
             value=content["ckpt_path"],
         )

@@ -10,14 +10,14 @@ from typing import Any, TypeAlias
 import altair as alt
 import numpy as np
 
-from lightning_fcl.errors import MissingFileError, MissingValueError
+from lightning_fcl.errors import MissingValueError
 from lightning_fcl.evaluation import charts
 from lightning_fcl.evaluation.charts import COLORS, Chart, Points, Spec, fill_template, responsive_chart
 from lightning_fcl.evaluation.continual import FloatArray
 from lightning_fcl.evaluation.curves import curves
 from lightning_fcl.evaluation.metrics import AVERAGE_ACCURACY, FORGETTING
 from lightning_fcl.evaluation.record import Quantity, get_quantity
-from lightning_fcl.evaluation.results import read_results
+from lightning_fcl.evaluation.results import make_missing_run_error, read_results
 from lightning_fcl.evaluation.summary import (
     SummaryMetric,
     describe_run_size,
@@ -103,11 +103,7 @@ def find_runs(folders: Sequence[Path]) -> list[Path]:
     for folder in folders:
         runs = sorted(path.parent for path in folder.rglob("results.json"))
         if not runs:
-            raise MissingFileError(
-                f"Expected {folder} to contain a run or several runs, but found no results.json in it.",
-                hint="Pass a folder that `lightning-fcl fit` has written.",
-                value=folder,
-            )
+            raise make_missing_run_error(folder)
         run_folders |= dict.fromkeys(runs)
     return list(run_folders)
 

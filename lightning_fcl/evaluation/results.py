@@ -15,7 +15,7 @@ from math import isnan, nan
 from pathlib import Path
 from typing import Any
 
-from lightning_fcl.errors import InvalidValueError
+from lightning_fcl.errors import InvalidValueError, MissingFileError
 from lightning_fcl.evaluation.curves import curves
 from lightning_fcl.evaluation.record import ACCURACY, get_quantities, tested_models
 from lightning_fcl.evaluation.summary import DIRECTIONS, simulated_times
@@ -114,6 +114,15 @@ class RecordFile:
         self._rest = {name: value for name, value in record.items() if name != "rounds"}
         self._number, self._last = len(rounds), rounds[-1] if rounds else {}
         return record
+
+
+def make_missing_run_error(folder: Path) -> MissingFileError:
+    """Return the error for a folder that contains neither the results nor the record of a run."""
+    return MissingFileError(
+        f"Expected {folder} to contain a run, but found no results in it.",
+        hint="Pass a folder that `lightning-fcl fit` has written.",
+        value=folder,
+    )
 
 
 def parse_record(data: bytes) -> dict[str, Any]:

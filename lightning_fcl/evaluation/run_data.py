@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lightning_fcl.errors import InvalidValueError, MissingFileError
+from lightning_fcl.errors import DamagedFileError, InvalidValueError
 from lightning_fcl.evaluation.curves import curves
 from lightning_fcl.evaluation.metrics import summarize
 from lightning_fcl.evaluation.record import Evaluation, get_quantities, get_quantity
-from lightning_fcl.evaluation.results import CONFIG, RECORD, parse_record, read_results
+from lightning_fcl.evaluation.results import CONFIG, RECORD, make_missing_run_error, parse_record, read_results
+from lightning_fcl.evaluation.statistics import seed_statistics
 from lightning_fcl.evaluation.summary import DIRECTIONS
-from lightning_fcl.io.reading import as_file_error, open_file
+from lightning_fcl.io.reading import open_file
 from lightning_fcl.io.safe_yaml import read_yaml
+from lightning_fcl.validation import require_package
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -62,30 +64,16 @@ class Run:
         Columns: ``round``, ``model``, ``experience`` of the model, and two columns for each quantity: ``QUANTITY`` on
         the whole test set, and ``QUANTITY_seen`` on all classes or domains that the model has learned so far.
         """
-        import pandas as pd
-
-        frames = []
+        columns, values = ["round", "model", "experience"], dict[tuple[int, str, int], list[float]]()
         for quantity in get_quantities(self.record):
-            name = quantity.name
-            parts = [
-                pd.DataFrame(
-                    {
-                        "round": curve.rounds,
-                        "model": model,
-                        "experience": curve.experience,
-                        name: curve.overall,
-                        f"{name}_seen": curve.seen_classes,
-                    }
-                )
-                for model, curve in curves(self.record, quantity).items()
-            ]
-            columns = ["round", "model", "experience", name, f"{name}_seen"]
-            frames.append(pd.concat(parts) if parts else pd.DataFrame(columns=columns))
-        keys = ["round", "model", "experience"]
-        frame = frames[0]
-        for other in frames[1:]:
-            frame = frame.merge(other, on=keys, how="outer")
-        return frame.sort_values("round", kind="stable", ignore_index=True)
+            columns += [quantity.name, f"{quantity.name}_seen"]
+            for model, curve in curves(self.record, quantity).items():
+                points = zip(curve.rounds, curve.experience, curve.overall, curve.seen_classes, strict=True)
+                for round_idx, experience, overall, personal in points:
+                    key = (int(round_idx), model, int(experience))
+                    values.setdefault(key, []).extend([float(overall), float(personal)])
+        lines = [(*key, *cells) for key, cells in sorted(values.items(), key=lambda item: item[0][0])]
+        return make_frame(lines, columns)
 
     @cached_property
     def accuracy_matrix(self) -> pd.DataFrame:
@@ -94,8 +82,6 @@ class Run:
         Columns: ``model``, ``after_task``, ``test_task``, and ``accuracy`` or the name of the first quantity. The
         metrics ``forgetting`` and ``backward_transfer`` are computed from these values.
         """
-        import pandas as pd
-
         quantity = get_quantity(self.record)
         lines = [
             (history.model, after, test, float(history.last_matrix[after, test]))
@@ -104,7 +90,7 @@ class Run:
             for after in range(len(history.tasks))
             for test in range(len(history.tasks))
         ]
-        return pd.DataFrame(lines, columns=["model", "after_task", "test_task", quantity.name])
+        return make_frame(lines, ["model", "after_task", "test_task", quantity.name])
 
     @cached_property
     def communication(self) -> pd.DataFrame:
@@ -112,14 +98,12 @@ class Run:
 
         Columns: ``round``, ``client``, ``upload_bytes`` and ``download_bytes``.
         """
-        import pandas as pd
-
         lines = [
             (entry["round"], client, *(entry[direction].get(client, 0) for direction in DIRECTIONS))
             for entry in self.record["rounds"]
             for client in dict.fromkeys(client for direction in DIRECTIONS for client in entry[direction])
         ]
-        return pd.DataFrame(lines, columns=["round", "client", *DIRECTIONS])
+        return make_frame(lines, ["round", "client", *DIRECTIONS])
 
     @cached_property
     def timings(self) -> pd.DataFrame:
@@ -128,13 +112,11 @@ class Run:
         Columns: ``round``, ``seconds`` (measured on this machine, with the tests of the round), and
         ``simulated_seconds`` (NaN without a simulated clock).
         """
-        import pandas as pd
-
         lines = [
             (entry["round"], entry["seconds"], entry.get("simulated_seconds", np.nan))
             for entry in self.record["rounds"]
         ]
-        return pd.DataFrame(lines, columns=["round", "seconds", "simulated_seconds"])
+        return make_frame(lines, ["round", "seconds", "simulated_seconds"])
 
     @cached_property
     def clients(self) -> pd.DataFrame:
@@ -144,20 +126,21 @@ class Run:
         the client has learned. ``run.clients.describe()`` returns the spread over the clients.
 
         Columns: ``client``, ``QUANTITY`` in the last test of the client, ``QUANTITY_mean`` and ``QUANTITY_std`` over
-        the tests of the client (sample standard deviation, NaN for one test), ``tests`` (number of tests), and
+        the tests of the client (sample standard deviation, NaN for a single test), ``tests`` (number of tests), and
         ``state_bytes`` (size of the client's state between rounds, NaN if the run has not ended).
         """
-        import pandas as pd
-
         quantity = get_quantity(self.record)
         state_bytes = self.record.get("client_state_bytes", {})
         name, lines = quantity.name, []
         for model, curve in curves(self.record, quantity).items():
             if model != "server":
-                values = pd.Series(curve.seen_classes)
-                lines.append((model, values.iloc[-1], values.mean(), values.std(), len(values), state_bytes.get(model)))
-        frame = pd.DataFrame(lines, columns=["client", name, f"{name}_mean", f"{name}_std", "tests", "state_bytes"])
-        return frame.astype({"state_bytes": "float64"})
+                values = curve.seen_classes[np.isfinite(curve.seen_classes)]
+                statistics = seed_statistics(values) if len(values) else None
+                mean, std = (statistics.mean, statistics.std) if statistics else (np.nan, np.nan)
+                size = float(state_bytes.get(model, np.nan))
+                std = np.nan if std is None else std
+                lines.append((model, float(curve.seen_classes[-1]), mean, std, len(curve.rounds), size))
+        return make_frame(lines, ["client", name, f"{name}_mean", f"{name}_std", "tests", "state_bytes"])
 
     @cached_property
     def settings(self) -> pd.DataFrame:
@@ -165,9 +148,7 @@ class Run:
 
         Columns: ``name`` (dotted name, as in ``--NAME VALUE``; entries of lists have a number) and ``value``.
         """
-        import pandas as pd
-
-        return pd.DataFrame(list(_flatten(self.config)), columns=["name", "value"], dtype=object)
+        return make_frame(_flatten(self.config), ["name", "value"])
 
 
 def read_run(folder: str | Path) -> Run:
@@ -195,13 +176,17 @@ def read_run(folder: str | Path) -> Run:
         return Run(folder, row, results["seed"], results["finished"], metrics, searched, results["record"], config)
     path = folder / RECORD
     if not path.is_file():
-        raise MissingFileError(
-            f"Expected {folder} to contain a run, but found neither results.json nor {RECORD} in it.",
-            hint="Pass a folder that `lightning-fcl fit` has written.",
-            value=folder,
-        )
-    with as_file_error(path, "to be the record of a run", "Repeat the run."), open_file(path) as file:
-        record = parse_record(file.read())
+        raise make_missing_run_error(folder)
+    with open_file(path) as file:
+        data = file.read()
+    try:
+        record = parse_record(data)
+    except ValueError as error:
+        raise DamagedFileError(
+            f"Expected {path} to be the record of a run, but reading it failed: {error}.",
+            hint="Repeat the run in another folder.",
+            value=path,
+        ) from error
     if not record.get("rounds"):
         raise InvalidValueError(
             f"Expected {path} to contain at least one round, but no round has ended yet.",
@@ -228,26 +213,31 @@ def read_runs(folder: str | Path) -> pd.DataFrame:
     Raises:
         MissingFileError: If the folder contains no run.
     """
-    import pandas as pd
-
     folder = Path(folder)
-    places = sorted({path.parent for name in ("results.json", RECORD) for path in folder.rglob(name)})
-    if not places:
-        raise MissingFileError(
-            f"Expected {folder} to contain runs, but found neither results.json nor {RECORD} in it.",
-            hint="Pass a folder that contains folders of `lightning-fcl fit`.",
-            value=folder,
-        )
+    run_folders = sorted({path.parent for name in ("results.json", RECORD) for path in folder.rglob(name)})
+    if not run_folders:
+        raise make_missing_run_error(folder)
     lines = []
-    for place in places:
-        run = read_run(place)
-        line: dict[str, Any] = {"run": place.relative_to(folder).as_posix(), "method": run.method, "seed": run.seed}
+    for run_folder in run_folders:
+        run = read_run(run_folder)
+        line: dict[str, Any] = {
+            "run": run_folder.relative_to(folder).as_posix(),
+            "method": run.method,
+            "seed": run.seed,
+        }
         line |= {"finished": run.finished, "rounds": len(run.record["rounds"]), **run.searched}
         metrics = {n: v for n, v in run.metrics.items() if n.rpartition("/")[2] in ("server", "clients", "total")}
         lines.append((line, metrics))
     options = dict.fromkeys(name for line, _ in lines for name in line)
     metric_names = dict.fromkeys(name for _, metrics in lines for name in metrics)
-    return pd.DataFrame([{**line, **metrics} for line, metrics in lines], columns=[*options, *metric_names])
+    names = [*options, *metric_names]
+    return make_frame([[{**line, **metrics}.get(name, np.nan) for name in names] for line, metrics in lines], names)
+
+
+def make_frame(lines: Iterable[Sequence[Any]], columns: Sequence[str]) -> pd.DataFrame:
+    """Return a DataFrame of some lines. pandas is imported here, because its import takes half a second."""
+    frame: pd.DataFrame = require_package("pandas", "makes tables of runs").DataFrame(list(lines), columns=columns)
+    return frame
 
 
 def _callback_names(config: Mapping[str, Any]) -> Iterator[str]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import nan
 from typing import TYPE_CHECKING, Any
 
 from lightning_fcl.errors import InvalidValueError, UnknownNameError
 from lightning_fcl.evaluation.comparison import RunsByName
 from lightning_fcl.evaluation.metrics import find_metric
 from lightning_fcl.evaluation.record import get_quantities
+from lightning_fcl.evaluation.run_data import make_frame
 from lightning_fcl.evaluation.statistics import (
     MIN_SEEDS,
     SIGNIFICANCE,
@@ -66,7 +68,7 @@ class RunTable:
             if name not in names:
                 raise UnknownNameError(
                     f"Expected `metrics` to be metrics of the runs, but got {name}.",
-                    hint=did_you_mean(name, names) or "Use keys of `metrics` in results.json.",
+                    hint=did_you_mean(name, names),
                     argument="metrics",
                     value=name,
                 )
@@ -76,10 +78,9 @@ class RunTable:
         values: dict[str, dict[str, dict[int, float]]] = {}
         for row, runs in groups.items():
             seeds = [run["seed"] for run in runs]
-            if repeated := next((seed for seed in seeds if seeds.count(seed) > 1), None):
+            if (repeated := next((seed for seed in seeds if seeds.count(seed) > 1), None)) is not None:
                 raise InvalidValueError(
                     f"Expected one run for each seed in {row}, but got several with seed {repeated}.",
-                    hint="Pass the folders of different runs.",
                     argument="seed",
                     value=repeated,
                 )
@@ -128,19 +129,15 @@ class RunTable:
         reference) and ``reference``. Values have the units of ``results.json``: bytes, seconds, or shares from 0 to 1.
         Missing values are NaN.
         """
-        import pandas as pd
-
         lines = []
-        for row, of in self.statistics.items():
-            for name, number in of.items():
-                low, high = number.interval or (None, None)
-                p_value = self.p_values[name].get(row)
-                line = {"row": row, **{option: self.searched[row].get(option) for option in self.options}}
-                line |= {"metric": name, "n": number.n, "mean": number.mean, "std": number.std}
-                lines.append(line | {"low": low, "high": high, "p": p_value, "reference": self.reference})
+        for row, row_statistics in self.statistics.items():
+            searched = [self.searched[row].get(option, nan) for option in self.options]
+            for name, number in row_statistics.items():
+                spread = nan if number.std is None else number.std
+                ends, p_value = number.interval or (nan, nan), self.p_values[name].get(row, nan)
+                lines.append([row, *searched, name, number.n, number.mean, spread, *ends, p_value, self.reference])
         columns = ["row", *self.options, "metric", "n", "mean", "std", "low", "high", "p", "reference"]
-        frame = pd.DataFrame(lines, columns=columns)
-        return frame.astype(dict.fromkeys(("mean", "std", "low", "high", "p"), "float64"))
+        return make_frame(lines, columns)
 
     def render(self, table_format: TableFormat) -> str:
         """Return the table as text.
@@ -159,9 +156,7 @@ class RunTable:
             lines.append([row, *searched, str(seeds), *(self._cell(row, name) for name in self.metrics)])
         if table_format == "markdown":
             return f"{markdown_table(heads, lines)}\n\n{self.note}\n"
-        import pandas as pd
-
-        latex: str = pd.DataFrame(lines, columns=heads).to_latex(index=False, escape=True)
+        latex: str = make_frame(lines, heads).to_latex(index=False, escape=True)
         note, latex = (part.replace("±", r"$\pm$") for part in (self.note, latex))
         return f"% {note}\n{latex}"
 

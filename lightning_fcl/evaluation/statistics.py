@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_fcl.errors import InvalidValueError
+from lightning_fcl.validation import require_package
 
 MIN_SEEDS = 5
 """Minimum number of seeds for a confidence interval or a test."""
@@ -65,8 +66,7 @@ def seed_statistics(values: Iterable[float]) -> SeedStatistics:
     std = statistics.stdev(numbers) if n > 1 else None
     interval = None
     if std is not None and n >= MIN_SEEDS:
-        from scipy import stats  # This import takes almost a second.
-
+        stats = require_package("scipy.stats", "computes confidence intervals")
         half = float(stats.t.ppf((1 + CONFIDENCE) / 2, n - 1)) * std / math.sqrt(n)
         interval = (mean - half, mean + half)
     return SeedStatistics(n, mean, std, interval)
@@ -99,8 +99,7 @@ def paired_p_value(values: Mapping[int, float], reference: Mapping[int, float]) 
     rounding_error = 1e-12 * float(np.abs([first, second]).max())
     if np.ptp(first - second) <= rounding_error:
         return float(abs((first - second).mean()) <= rounding_error)
-    from scipy import stats  # This import takes almost a second.
-
+    stats = require_package("scipy.stats", "computes paired tests")
     return float(stats.ttest_rel(first, second).pvalue)
 
 

@@ -115,6 +115,7 @@ def test_fit_failed_seed_does_not_stop_others(tmp_path, tiny, capsys, monkeypatc
     captured = capsys.readouterr()
     assert exit_info.value.code == 2 and "1 of 3 failed" in captured.err
     assert "Failed: seed 1: RuntimeError: this seed fails" in captured.out and "Runs: 2 of 3 finished" in captured.out
+    assert "Correct the cause, then run the same command again: lightning-fcl fit" in captured.err
     monkeypatch.setattr("failing_seed.Failing.on_train_start", lambda self: None)
     main(words)
     assert "Runs: 3 of 3 finished" in capsys.readouterr().out

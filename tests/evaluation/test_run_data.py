@@ -42,8 +42,8 @@ def test_read_run_tables_equal_record(trained):
         whole = sum(entry["correct"]["server"]) / totals.sum()
         assert of_round.loc["server", "accuracy"] == pytest.approx(whole)
         for client, nbytes in entry["upload_bytes"].items():
-            sent = run.communication.query("round == @entry['round'] and client == @client")
-            assert sent["upload_bytes"].tolist() == [nbytes]
+            sent = run.communication.set_index(["round", "client"]).loc[(entry["round"], client)]
+            assert sent["upload_bytes"] == nbytes
     assert run.communication["download_bytes"].sum() == results["metrics"]["download_bytes/total"]
     assert run.timings["seconds"].tolist() == [entry["seconds"] for entry in record["rounds"]]
     assert run.timings["simulated_seconds"].isna().all()
