@@ -33,7 +33,7 @@ ROWS = {mark: list(TOOL["promises"](mark)) for mark in LIGHTNING}
 CODELESS = {"index", "reliability", "changelog", "security", "custom-cli"}
 PAGES = [path for path in DOCS if path.stem not in CODELESS and path.parent.name not in ("api", "papers", "notebooks")]
 # Commands run only on these pages. Commands of other pages need data, a model hub, or several minutes.
-COMMANDS = [README, *(FOLDER / name for name in ("recipes.md", "reports.md", "reproducibility.md"))]
+COMMANDS = [README, *(FOLDER / name for name in ("recipes.md", "experiments.md", "reports.md", "reproducibility.md"))]
 
 
 @pytest.mark.seconds
@@ -56,6 +56,7 @@ def test_code_blocks_of_page_run(path: Path, tmp_path: Path, monkeypatch: pytest
     from lightning_fcl.runs.recipe import Recipe
 
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("os.cpu_count", lambda: 1)  # Several runs then train in this process, without new processes.
     blocks = BLOCK.findall(path.read_text())
     names = {"__name__": "__main__"}
     assert blocks

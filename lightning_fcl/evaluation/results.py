@@ -25,7 +25,7 @@ from lightning_fcl.io.paths import safe_join
 from lightning_fcl.io.reading import open_file, read_json, read_text
 from lightning_fcl.validation import require_package
 
-__all__ = ["RecordFile", "read_results", "write_csv", "write_files", "write_page", "write_results"]
+__all__ = ["RecordFile", "read_results", "write_csv", "write_files", "write_metrics", "write_page", "write_results"]
 
 FORMAT = 1
 """Version of the format of ``results.json``."""
@@ -36,8 +36,11 @@ CONFIG, LAST = "config.yaml", Path("checkpoints", "last.ckpt")
 RECORD = "record.jsonl"
 """Name of the file with the rounds of a run that have ended so far."""
 
+ENVIRONMENT = "environment.json"
+"""Name of the file with the versions, the machine, the git commit and the checksums of a run."""
+
 _SEAL = "files.txt"
-_WRITTEN = (LAST, RECORD, _SEAL, "results.json", "metrics.csv", "report.html")
+_WRITTEN = (LAST, RECORD, _SEAL, ENVIRONMENT, "results.json", "metrics.json", "metrics.csv", "report.html")
 
 
 class RecordFile:
@@ -211,7 +214,7 @@ def clear_run(folder: Path) -> None:
 
 
 def write_files(folder: str | Path) -> Path:
-    """Write ``metrics.csv``, ``report.html`` and then ``files.txt`` from ``results.json`` of a run folder.
+    """Write ``metrics.json``, ``metrics.csv``, ``report.html`` and ``files.txt`` from ``results.json`` of a run folder.
 
     A run that was stopped before its end gets no ``files.txt``.
 
@@ -224,10 +227,22 @@ def write_files(folder: str | Path) -> Path:
     """
     folder = Path(folder)
     results = read_results(folder)
+    metrics = write_metrics(folder / "metrics.json", results["metrics"])
     table, page = write_csv(folder / "metrics.csv", results["record"]), write_page(folder, results)
     if results["finished"]:
-        mark_complete(folder, [folder / "results.json", table, page])
+        mark_complete(folder, [folder / "results.json", metrics, table, page])
     return page
+
+
+def write_metrics(path: Path, metrics: Mapping[str, float]) -> Path:
+    """Write the final metrics of the server, of the mean over clients and of the federation as flat JSON.
+
+    Programs such as `dvc metrics show` read this file. The keys are those of ``metrics`` in ``results.json``.
+    """
+    whole = {
+        name: value for name, value in metrics.items() if name.rpartition("/")[2] in ("server", "clients", "total")
+    }
+    return write_atomic(path, json.dumps(whole, indent=1) + "\n")
 
 
 def write_page(folder: Path, results: Mapping[str, Any]) -> Path:

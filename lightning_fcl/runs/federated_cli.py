@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shlex
 import sys
@@ -23,11 +24,12 @@ from lightning_fcl.callbacks import ContinualMetrics, FederatedProgressBar
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.data.trainer_access import get_callbacks
 from lightning_fcl.errors import InvalidValueError, LightningFCLError, UnknownNameError
-from lightning_fcl.evaluation.results import LAST, find_run_folder, write_files, write_results
-from lightning_fcl.io.atomic import run_lock
+from lightning_fcl.evaluation.results import ENVIRONMENT, LAST, find_run_folder, write_files, write_results
+from lightning_fcl.io.atomic import run_lock, write_atomic
 from lightning_fcl.io.checkpoint import newest_checkpoint, resolve_checkpoint
 from lightning_fcl.io.safe_yaml import load_yaml
 from lightning_fcl.runs.diagnosis import MODE, check_class_paths, explain_parser_error
+from lightning_fcl.runs.environment import make_environment
 from lightning_fcl.runs.lightning_errors import convert_errors
 from lightning_fcl.runs.outcome import make_results
 from lightning_fcl.runs.recipe import Recipe, take_settings
@@ -296,6 +298,8 @@ class FederatedCLI(LightningCLI):
                 program = self.program_name or shlex.join(["python", sys.argv[0]])
                 command = f"{program} fit {shlex.join(['--config', str(self.output_folder / 'config.yaml')])}"
                 write_results(self.output_folder, make_results(self.trainer, self.datamodule, config, command))
+                environment = make_environment(self.datamodule, self.output_folder)
+                write_atomic(self.output_folder / ENVIRONMENT, json.dumps(environment, indent=1) + "\n")
                 write_files(self.output_folder)
             num_finished_rounds, rounds = self.trainer.current_epoch, self.trainer.max_epochs or 0
             self._ending.check(

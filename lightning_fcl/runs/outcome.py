@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import platform
-import re
 from collections.abc import Mapping
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, NoReturn
 
 import lightning.pytorch as L
-import torch
 
 from lightning_fcl import __version__
 from lightning_fcl.callbacks import ActivationDensity, ContinualMetrics
@@ -20,8 +15,8 @@ from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.evaluation.metrics import summarize
 from lightning_fcl.evaluation.record import truncate_record
-from lightning_fcl.io.reading import read_text
 from lightning_fcl.methods.method import Method
+from lightning_fcl.runs.environment import describe_machine
 
 
 def make_results(
@@ -56,7 +51,7 @@ def make_results(
         # `__version__` is used because the metadata of an editable installation may contain an old version.
         "versions": {"lightning-fcl": __version__}
         | {name: version(name) for name in ("lightning", "torch", "avalanche-lib")},
-        "machine": _machine(),
+        "machine": describe_machine(),
         # This sum includes the rounds from before a fit was resumed, because the record includes them.
         "seconds": round(sum(one["seconds"] for one in record["rounds"]), 1),
         "command": command,
@@ -79,11 +74,3 @@ def raise_no_round(trainer: L.Trainer) -> NoReturn:
         "`max_time` or `limit_train_batches` ended the fit before the end of the first round.",
         hint="Increase this limit, or remove it to train all rounds of the stream.",
     )
-
-
-def _machine() -> str:
-    """Return a description of the machine in one line: processor, cores, threads and GPU."""
-    info, gpu = Path("/proc/cpuinfo"), f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
-    name_match = re.search(r"^model name\s*: (.+)$", read_text(info), re.MULTILINE) if info.is_file() else None
-    processor, threads = name_match[1] if name_match else platform.machine(), torch.get_num_threads()
-    return f"{processor}, {os.cpu_count()} cores, {threads} thread{'s' if threads > 1 else ''}{gpu}"
