@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -22,7 +24,8 @@ class FederatedProgressBar(ProgressBar):
 
     The bar advances by one for each client that ends its local training in a round. At the end of the round, the bar
     also counts the clients that have data but did not train. A client is lost in a round if its upload is dropped, or
-    if it misses the synchronization. The bar is shown on a terminal and in a notebook. Otherwise nothing is written.
+    if it misses the synchronization. The bar is shown on a terminal and in a notebook. Otherwise, for example in the
+    log file of a cluster, a line is written to the standard error stream after each round.
 
     Example:
         >>> FederatedProgressBar().is_enabled
@@ -38,6 +41,8 @@ class FederatedProgressBar(ProgressBar):
         # of the fit.
         self._done: list[int] = []
         self._lost = 0
+        # Time and round at the start of the fit, if lines are written. None if the bar is shown or disabled.
+        self._started: tuple[float, int] | None = None
 
     @property
     def is_enabled(self) -> bool:
@@ -51,12 +56,12 @@ class FederatedProgressBar(ProgressBar):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         console = require_package("rich.console", "shows the progress").Console(stderr=True)
-        stream = find_stream(trainer)
-        if (
-            stream is None
-            or not (self._enabled and trainer.is_global_zero)
-            or not (console.is_terminal or console.is_jupyter)
-        ):
+        stream, self._started = find_stream(trainer), None
+        if stream is None or not (self._enabled and trainer.is_global_zero):
+            return
+        self._lost = 0
+        if not (console.is_terminal or console.is_jupyter):
+            self._started = (time.monotonic(), trainer.current_epoch)
             return
         rich = require_package("rich.progress", "shows the progress")
         self._bar = rich.Progress(
@@ -72,7 +77,6 @@ class FederatedProgressBar(ProgressBar):
         )
         counts = [len(current) for current in stream.plan.train[: trainer.max_epochs]]
         self._done = [0, *accumulate(counts)]
-        self._lost = 0
         # A resumed fit may have no rounds left.
         num_completed = self._done[min(trainer.current_epoch, len(counts))]
         self._task = self._bar.add_task(
@@ -82,10 +86,8 @@ class FederatedProgressBar(ProgressBar):
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._bar is not None:
-            numbers, round_idx = require_stream(trainer).plan.experiences.values(), trainer.current_epoch
-            current_experience, last_experience = max(of[round_idx] for of in numbers), max(of[-1] for of in numbers)
-            of_all = f"{round_idx + 1}/{trainer.max_epochs}"
-            self._bar.update(self._task, experience=f"{current_experience + 1}/{last_experience + 1}", round=of_all)
+            experience, round_text = _position(trainer)
+            self._bar.update(self._task, experience=experience, round=round_text)
 
     def needs_client_state(self, pl_module: L.LightningModule) -> bool:
         return False
@@ -96,16 +98,29 @@ class FederatedProgressBar(ProgressBar):
             self._bar.update(self._task, advance=1, speed=f"{speed:.3g}/s" if speed else "")
 
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if (federation := find_federation(trainer)) is not None:
+            self._lost += len(federation.server.record.dropped) + len(federation.server.record.missed_sync)
         if self._bar is not None:
-            if (federation := find_federation(trainer)) is not None:
-                self._lost += len(federation.server.record.dropped) + len(federation.server.record.missed_sync)
             lost_text = f", {self._lost} lost" if self._lost else ""
             self._bar.update(self._task, completed=self._done[trainer.current_epoch + 1], lost=lost_text)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         accuracy = trainer.callback_metrics.get("server/accuracy")
-        if self._bar is not None and accuracy is not None:
-            self._bar.update(self._task, accuracy=f"accuracy {float(accuracy):.3f}")
+        accuracy_text = "" if accuracy is None else f"accuracy {float(accuracy):.3f}"
+        if self._bar is not None and accuracy_text:
+            self._bar.update(self._task, accuracy=accuracy_text)
+        if self._started is not None:
+            began, first_round = self._started
+            seconds = time.monotonic() - began
+            remaining_rounds = (trainer.max_epochs or 0) - trainer.current_epoch - 1
+            remaining = seconds / (trainer.current_epoch + 1 - first_round) * remaining_rounds
+            experience, round_text = _position(trainer)
+            parts = [f"experience {experience}, round {round_text}", accuracy_text]
+            parts += [
+                f"{self._lost} clients lost" if self._lost else "",
+                f"{seconds:.1f} s, {remaining:.1f} s remaining",
+            ]
+            print(", ".join(filter(None, parts)), file=sys.stderr, flush=True)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._bar is not None:
@@ -114,3 +129,10 @@ class FederatedProgressBar(ProgressBar):
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self.on_train_end(trainer, pl_module)
+
+
+def _position(trainer: L.Trainer) -> tuple[str, str]:
+    """Return the number of the current experience and of the current round, both from 1 and with their totals."""
+    numbers, round_idx = require_stream(trainer).plan.experiences.values(), trainer.current_epoch
+    current_experience, last_experience = max(of[round_idx] for of in numbers), max(of[-1] for of in numbers)
+    return f"{current_experience + 1}/{last_experience + 1}", f"{round_idx + 1}/{trainer.max_epochs}"
