@@ -78,8 +78,8 @@ def _find_commit() -> dict[str, Any] | None:
         return None
 
     def run(*words: str) -> str:
-        done = subprocess.run([git, *words], capture_output=True, text=True, timeout=_GIT_SECONDS, check=True)
-        return done.stdout.strip()
+        process = subprocess.run([git, *words], capture_output=True, text=True, timeout=_GIT_SECONDS, check=True)
+        return process.stdout.strip()
 
     try:
         return {"commit": run("rev-parse", "HEAD"), "dirty": bool(run("status", "--porcelain", "-uno"))}
