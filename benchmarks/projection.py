@@ -45,7 +45,7 @@ def usual(gradient, other_gradients):
 
 
 def usual_in_columns(gradient, columns):
-    """Return the result of `usual` for other gradients that are the columns of a matrix."""
+    """Return the result of `usual` for constraint gradients that are the columns of a matrix of shape (p, k)."""
     dots = torch.mm(gradient[None], columns)
     if not (dots < 0).any():
         return gradient

@@ -862,7 +862,7 @@ ROWS |= {
         lambda lab, names: compare_page({name: [read_results(lab.run())] for name in names}),
         {"names": ()},
         {"names": ("run",)},
-        "Pass the folders of runs",
+        "Pass the result of `runs_by_name`",
         MissingValueError,
     ),
     "folder without a run": Row(

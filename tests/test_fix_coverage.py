@@ -38,7 +38,7 @@ TRIED_ELSEWHERE: dict[str, list[str]] = {
     "If the client has more samples, set `max-samples`": [
         "tests/deployment/test_answers.py::test_upload_above_max_samples_is_read_with_larger_limit",
     ],
-    "Start their nodes, or decrease `min-clients` in the run configuration.": [
+    "Start the nodes of the missing clients, or decrease `min-clients` in the run configuration.": [
         "tests/deployment/test_restart.py::test_serve_too_few_clients_raises_with_missing_clients",
     ],
     "Start the nodes of these clients, or fix": [

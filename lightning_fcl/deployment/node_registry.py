@@ -154,7 +154,7 @@ class NodeRegistry:
                 raise InvalidStateError(
                     f"Expected at least {min_clients} of the clients {format_names(clients)} to join within "
                     f"{self._longest:g} s, but {format_names(node_by_client) or 'none'} joined.{self._ignored()}",
-                    hint="Start their nodes, or decrease `min-clients` in the run configuration.",
+                    hint="Start the nodes of the missing clients, or decrease `min-clients` in the run configuration.",
                 )
             if self._should_remind(began + RETRY_INTERVAL_S):
                 missing, num_missing = (

@@ -245,7 +245,7 @@ def device_speeds(
     spread: float = 0.0,
     variation: float = 0.0,
 ) -> ClientSpeeds:
-    """Return estimated speeds of clients that all have the same device, each with its own link.
+    """Return estimated speeds of clients that all have the same device, and links of the same speed.
 
     The estimate is based on `device_report`.
 

@@ -49,7 +49,7 @@ def compare_page(groups: RunsByName, table: Table | None = None) -> str:
     if not groups:
         raise MissingValueError(
             "Expected `groups` to contain at least one run, but it is empty.",
-            hint="Pass the folders of runs, as in `lightning-fcl report runs/fit`.",
+            hint="Pass the result of `runs_by_name`, or run `lightning-fcl report` with the folders of runs.",
             argument="groups",
         )
     runs = [run for of in groups.values() for run in of]

@@ -63,7 +63,11 @@ class SummaryMetric:
 
 
 def format_value(value: float, unit: Unit = "") -> str:
-    """Return a value with its unit. Values without a unit have three decimals, counts have none."""
+    """Return a value as text.
+
+    Seconds and bytes are followed by their unit. A count, such as a number of rounds, is a whole number without its
+    unit. A value without a unit has three decimals.
+    """
     if unit == "s":
         return f"{value:.1f} s"
     if unit != "B":

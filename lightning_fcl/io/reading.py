@@ -182,7 +182,7 @@ def check_size(size: int, packed: int = 0, max_bytes: int | None = None) -> None
     limit = int(setting) if setting else max(_LEAST, _RATIO * packed)
     if size > limit:
         hint = f"{REDOWNLOAD_HINT} If the file is meant to be that large, set {LIMIT} to at least {size}."
-        raise LimitError(f"{size} bytes after decompression, above the limit of {limit}", hint)
+        raise LimitError(f"content of up to {size} bytes, above the limit of {limit}", hint)
 
 
 def check_members(archive: ZipFile, packed: int) -> None:

@@ -98,7 +98,8 @@ def find_padding_obstacle(
         try:
             x, y = (part.to(module.device) for part in data)
             return _Trial(module, optimizer, x, y, stream.num_classes).find_obstacle(methods)
-        except Exception as error:  # User code may raise any exception. Such a module cannot be vectorized.
+        # User code may raise any exception. A module that raises an exception cannot be vectorized on padded batches.
+        except Exception as error:
             return obstacle_of(error)
 
 

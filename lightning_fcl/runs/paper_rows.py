@@ -190,7 +190,7 @@ def expand_grids(content: Mapping[str, Any]) -> dict[str, RowEntry]:
 
 
 def list_protocols(content: Mapping[str, Any]) -> dict[str, dict[str, Mapping[str, str]]]:
-    """Return, for each change of ``grids``, the notes of each row to which the change applies.
+    """Return, for each name in ``with`` of the grids, the notes of each row that the grid combines with the name.
 
     Example:
         >>> rows = {"a": {"configs": [], "notes": {"logits": "all"}}, "b": "b.yaml"}

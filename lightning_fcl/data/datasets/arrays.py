@@ -152,9 +152,9 @@ class Measurement:
         sampling_rate_hz: Number of time steps per second. None if there is no time axis or the rate is unknown.
         low: Smallest possible value of each channel. None if there is no limit.
         high: Largest possible value of each channel. None if there is no limit.
-        scaled_over: Samples over which mean and standard deviation are computed. ``"data"`` is the training data, with
-            the values in `mean` and `std`. ``"sample"`` is each sample separately. ``"person"`` is all samples of one
-            person.
+        scaled_over: Samples over which mean and standard deviation are computed. ``"data"`` is a whole
+            dataset, with the values in `mean` and `std`. ``"sample"`` is each sample separately. ``"person"`` is all
+            samples of one person.
         mean: Mean to subtract from each channel, in the unit of the channel. Required if `scaled_over` is ``"data"``.
         std: Standard deviation by which each channel is divided, above 0. Required if `scaled_over` is ``"data"``.
     """
@@ -310,7 +310,7 @@ class Measurement:
         units = [re.sub(r"(?:.* )?of (\d+)", r"0 to \1", unit) for unit in self.units]
         names = ", ".join(f"{name} ({unit})" if unit else name for name, unit in zip(self.channels, units, strict=True))
         scope_names = {
-            "data": "the training data",
+            "data": "its dataset (`mean` and `std` in `config.json`)",
             "sample": "each sample",
             "person": "all passed samples, which must be of one person",
         }
