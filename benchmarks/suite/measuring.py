@@ -120,8 +120,9 @@ def summarize_marks(lines, rounds):
     Returns:
         Seconds (``round``) and processor seconds (``cpu``) per round without the warm-up, and the time from the
         creation of the workload's data to the start of training (``start``). If the engine marks the set-up of its
-        data, three more values: the time of the set-up (``setup``), which is part of ``start``, the time from the end of the set-up to the first round (``first``), and the growth of the
-        peak memory in MiB since the start of the set-up (``grown``).
+        data, three more values: the time of the set-up (``setup``), which is part of ``start``, the time from the end
+        of the set-up to the first round (``first``), and the growth of the peak memory in MiB since the start of the
+        set-up (``grown``).
     """
     mark_by_name = {line["name"]: line for line in lines}
     timed = rounds - 1
