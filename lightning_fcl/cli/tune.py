@@ -16,6 +16,7 @@ import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,7 @@ class Tune(Command):
         add("--row", help="search a row of the rows.yaml in the same folder")
         add("--out", type=Path, help="set the output folder (default: runs/tune-SEARCH-CASE-ROW)")
         add("--trials", type=int, metavar="N", help="set the number of trials (default: from the file)")
+        add("--seeds", type=int, metavar="N", help="set the number of seeds per trial (default: from the file)")
         add(
             "--trials-from",
             type=Path,
@@ -94,8 +96,9 @@ class Tune(Command):
         add("--restart", action="store_true", help="delete existing trials, and start again")
 
     def run(self, options: Namespace) -> None:
-        check_at_least_one(trials=options.trials, workers=options.workers)
+        check_at_least_one(trials=options.trials, seeds=options.seeds, workers=options.workers)
         search = Search.read(options.file, options.trials, options.case, options.row)
+        search = search if options.seeds is None else replace(search, seeds=options.seeds)
         search = search if options.trials_from is None else search.load_trials(options.trials_from)
         grid = list(itertools.islice(search.grid(), search.trials)) if search.sampler == "grid" else []
         names = [slug(name) for name in (search.case, options.row) if name is not None]
@@ -127,7 +130,8 @@ class Tune(Command):
                         f"best {best.value:.4f} (trial {best.number})" if best else "no trial has succeeded yet"
                     )
                     bar.update()
-        search_options = {"--row": options.row, "--case": search.case, "--trials-from": options.trials_from}
+        search_options = {"--row": options.row, "--case": search.case, "--seeds": options.seeds}
+        search_options |= {"--trials-from": options.trials_from}
         command_words = [
             str(word) for option, value in search_options.items() if value is not None for word in (option, value)
         ]

@@ -58,8 +58,8 @@ def changed(path, change):
 @pytest.mark.seconds
 def test_fit_copied_run_resumes_in_copy(words, begun, tmp_path, monkeypatch):
     before = contents(begun)
-    assert before.keys() == {"checkpoints/last.ckpt", "config.yaml", "files.txt", "metrics.csv", "record.jsonl",
-                             "report.html", "results.json"}  # fmt: skip
+    assert before.keys() == {"checkpoints/last.ckpt", "config.yaml", "environment.json", "files.txt", "metrics.csv",
+                             "metrics.json", "record.jsonl", "report.html", "results.json"}  # fmt: skip
     copy = tmp_path / "elsewhere" / "copy"
     shutil.copytree(begun, copy)
     monkeypatch.chdir(copy.parent)

@@ -6,6 +6,7 @@ import signal
 import pytest
 import yaml
 
+from lightning_fcl.cli import jobs as jobs_module
 from lightning_fcl.cli import tune as module
 from lightning_fcl.cli.main import main
 from lightning_fcl.errors import InvalidValueError
@@ -68,7 +69,7 @@ def pretend(monkeypatch):
             mark_complete(job.out, [job.out / "results.json"])
             (job.out / "fingerprint").write_text(job.fingerprint)
 
-        monkeypatch.setattr(module, "run_job", run_job)
+        monkeypatch.setattr(jobs_module, "run_job", run_job)
         monkeypatch.setattr(module, "trials_figure", lambda study, search: {"mark": "point"})
         return seen
 
@@ -120,11 +121,21 @@ def test_tune_end_to_end_writes_best_recipe(search, tmp_path, capsys):
 
 
 @pytest.mark.seconds
+def test_tune_seeds_option_overrides_search_file(search, tmp_path, pretend):
+    pretend()
+    main([*search(seeds=1, trials=1), "--seeds", "3"])
+    assert sorted(path.name for path in (tmp_path / "out" / "trial-0000").glob("seed-*")) == [
+        f"seed-{seed}" for seed in range(3)
+    ]
+    assert "--seeds 3" in (tmp_path / "out" / "best.yaml").read_text()
+
+
+@pytest.mark.seconds
 def test_tune_row_uses_files_and_overrides_of_row(search, tmp_path, recipe, monkeypatch, pretend):
     """The row is merged before the files and the settings of the search. The first seed is `first_seed`."""
     pretend()
-    jobs, run_job = [], module.run_job
-    monkeypatch.setattr(module, "run_job", lambda job: jobs.append(job) or run_job(job))
+    jobs, run_job = [], jobs_module.run_job
+    monkeypatch.setattr(jobs_module, "run_job", lambda job: jobs.append(job) or run_job(job))
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe))
     given = {
         "configs": ["tiny.yaml"],
@@ -154,7 +165,7 @@ def test_tune_row_uses_files_and_overrides_of_row(search, tmp_path, recipe, monk
 def test_tune_interrupted_search_resumes(search, tmp_path, capsys, monkeypatch, pretend, sampler):
     seen = pretend()
     main(search("whole", sampler=sampler, trials=20))
-    whole, run_job = seen.copy(), module.run_job
+    whole, run_job = seen.copy(), jobs_module.run_job
     seen.clear()
 
     def cut_off(job):
@@ -163,7 +174,7 @@ def test_tune_interrupted_search_resumes(search, tmp_path, capsys, monkeypatch, 
             raise Stopped(signal.SIGINT, "")
         run_job(job)
 
-    monkeypatch.setattr(module, "run_job", cut_off)
+    monkeypatch.setattr(jobs_module, "run_job", cut_off)
     for _ in range(2):
         with pytest.raises(SystemExit, match="130"):
             main(search(sampler=sampler, trials=20))
@@ -347,7 +358,7 @@ def test_tune_failed_trial_is_recorded_and_search_continues(search, tmp_path, ca
     good, bad = rows(tmp_path / "out")
     assert (good["state"], bad["state"], bad["final_accuracy/server"]) == ("complete", "failed", "")
     assert "a list of positive numbers with this sum, but got 3" in bad["failure"]
-    monkeypatch.setattr(module, "run_job", pytest.fail)  # The second search must not run a trial again.
+    monkeypatch.setattr(jobs_module, "run_job", pytest.fail)  # The second search must not run a trial again.
     main(words)
     assert rows(tmp_path / "out") == [good, bad]
 
@@ -375,7 +386,7 @@ def failing(search, tmp_path, monkeypatch, error, **changes):
         job.write_fingerprint(job.out)
         raise error(tried[-1])
 
-    monkeypatch.setattr(module, "run_job", run_job)
+    monkeypatch.setattr(jobs_module, "run_job", run_job)
     with pytest.raises(SystemExit):
         main(search(trials=12, **changes))
     return tried
@@ -402,14 +413,14 @@ def test_tune_stops_after_first_trials_fail_alike(search, tmp_path, error_of, mo
 @pytest.mark.seconds
 def test_tune_oserror_stops_search_without_failed_trial(search, tmp_path, error_of, monkeypatch, pretend):
     pretend()
-    run_job = module.run_job
+    run_job = jobs_module.run_job
 
     def full(job):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(module, "run_job", full)
+    monkeypatch.setattr(jobs_module, "run_job", full)
     assert "No space left on device" in error_of(search())
-    monkeypatch.setattr(module, "run_job", run_job)
+    monkeypatch.setattr(jobs_module, "run_job", run_job)
     main(search())
     assert [trial["state"] for trial in rows(tmp_path / "out")] == ["complete"] * 4
 
