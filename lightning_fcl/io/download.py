@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import sys
+import tarfile
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -196,9 +197,8 @@ class Source:
         target = archive.parent / self.folder
         try:
             with tempfile.TemporaryDirectory(dir=archive.parent, prefix="unpacking-") as scratch:
-                # The size of the unpacked files is not limited, because the archive is verified. The tar filter and
-                # shutil's code for zip files prevent writing outside of the scratch folder.
-                shutil.unpack_archive(archive, scratch, filter=None if archive.suffix == ".zip" else "data")
+                # The size of the unpacked files is not limited, because the archive is verified.
+                unpack(archive, Path(scratch))
                 (Path(scratch) / self.folder).rename(target)
         except Exception as error:  # a damaged archive can cause any error in its reader
             raise FileAccessError(
@@ -219,3 +219,27 @@ class Source:
         """Hint for a damaged copy of the files."""
         action = f"run {self.command}" if self.digest else "unpack the publishers' archive again"
         return f"Delete this copy and {action}."
+
+
+def unpack(archive: Path, folder: Path) -> None:
+    """Unpack a zip or tar file to a folder. No file is written outside of the folder.
+
+    Raises:
+        InvalidValueError: If a tar file contains a member that is neither a file nor a folder, or a path that leads out
+            of the folder.
+    """
+    if archive.suffix == ".zip":
+        shutil.unpack_archive(archive, folder)  # skips absolute paths and paths with ..
+        return
+    root = os.path.realpath(folder)
+    with tarfile.open(archive) as tar:
+        for member in tar:
+            path = Path(os.path.realpath(folder / member.name))
+            if not (member.isfile() or member.isdir()) or not path.is_relative_to(root):
+                raise InvalidValueError(
+                    f"Expected {archive} to contain only files and folders within it, but got {member.name[:300]!r}.",
+                    value=member.name,
+                )
+        # Python 3.11.0 to 3.11.3 has no filters, and later versions warn if no filter is set.
+        tar.extraction_filter = getattr(tarfile, "data_filter", None)
+        tar.extractall(folder)

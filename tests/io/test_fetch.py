@@ -2,14 +2,15 @@
 
 import re
 import sys
+import tarfile
 from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 from raising import raises
 
-from lightning_fcl.errors import FileAccessError, MissingPackageError
-from lightning_fcl.io.download import Layout, Source
+from lightning_fcl.errors import FileAccessError, InvalidValueError, MissingPackageError
+from lightning_fcl.io.download import Layout, Source, unpack
 
 FILES = {f"original/images/{n}.png": bytes(range(n, n + 200)) * 20 for n in range(10)} | {"original/train.csv": b"1,0"}
 ARCHIVES = ["x.zip", "x.tgz", "x.tar.gz"]
@@ -93,6 +94,18 @@ def test_source_download_does_not_unpack_outside_of_its_folder(tmp_path, serve, 
     with suppress(OSError):
         served.download(tmp_path / "data")
     assert not list(tmp_path.rglob("out.txt"))
+
+
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE])
+def test_unpack_tar_with_special_member_raises(tmp_path, kind):
+    special = tarfile.TarInfo("inside/special")
+    special.type, special.linkname = kind, "../../outside"
+    with tarfile.open(tmp_path / "x.tgz", "w:gz") as tar:
+        tar.addfile(tarfile.TarInfo("inside/plain.txt"))
+        tar.addfile(special)
+    with raises(InvalidValueError, value="inside/special"):
+        unpack(tmp_path / "x.tgz", tmp_path / "folder")
+    assert not (tmp_path / "folder").exists()
 
 
 def test_source_download_without_pooch_raises_missing_package(tmp_path, monkeypatch):
