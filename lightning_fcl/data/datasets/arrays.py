@@ -303,8 +303,12 @@ class Measurement:
             )
         return standardize(values.astype(np.float32), (0, *reduced_axes))
 
-    def describe(self) -> str:
-        """Return a description of shape, sampling rate, channels, units and scaling, without a period at the end."""
+    def describe(self, method: str) -> str:
+        """Return a description of shape, sampling rate, channels, units and scaling, without a period at the end.
+
+        Args:
+            method: Name of the method of a network that takes raw values, such as "predict".
+        """
         size = ", ".join(f"{axis} {number}" for number, axis in zip(self.shape, self.axes, strict=True))
         # "of 255" is a unit of pixels.
         units = [re.sub(r"(?:.* )?of (\d+)", r"0 to \1", unit) for unit in self.units]
@@ -315,9 +319,9 @@ class Measurement:
             "person": "all passed samples, which must be of one person",
         }
         rate_text = f" at {self.sampling_rate_hz:g} Hz" if self.sampling_rate_hz else ""
-        scale = "`predict` takes raw values, and scales them to the range from 0 to 1"
+        scale = f"`{method}` takes raw values, and scales them to the range from 0 to 1"
         if any(self.mean or (1,)) or self.std != self.high:
-            scale = "`predict` takes raw values, and standardizes them with the mean and standard deviation of "
+            scale = f"`{method}` takes raw values, and standardizes them with the mean and standard deviation of "
             scale += scope_names[self.scaled_over]
         return f"shape ({size}){rate_text}. Channels: {names}. {scale}"
 
