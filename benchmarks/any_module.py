@@ -208,7 +208,7 @@ def main():
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     repeats = 1 if options.quick else options.repeats
-    print(f"torch {torch.__version__}, {options.threads} thread(s), {repeats} repeat(s), alternating")
+    print(f"torch {torch.__version__}, {options.threads} thread(s), {repeats} repeat(s). The engines alternate.")
     for name in CASES:
         compare(name, 3 if options.quick else 100, repeats)
     compare_one_at_a_time(2 if options.quick else 5, repeats)

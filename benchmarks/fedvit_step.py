@@ -208,7 +208,7 @@ def main():
     torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    print(f"torch {torch.__version__}, {options.threads} thread(s), {options.repeats} repeats, alternating")
+    print(f"torch {torch.__version__}, {options.threads} thread(s), {options.repeats} repeats. The engines alternate.")
     compare(options)
     if options.out is not None:
         draw(options)

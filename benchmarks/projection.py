@@ -90,7 +90,7 @@ def main():
     torch.set_num_threads(options.threads)
     repeats = 2 if options.quick else options.repeats
     sizes = [20_000, 50_000] if options.quick else [2_700_000, 5_000_000]
-    print(f"torch {torch.__version__}, {options.threads} thread(s), {repeats} repeats, alternating")
+    print(f"torch {torch.__version__}, {options.threads} thread(s), {repeats} repeats. The engines alternate.")
     for p in sizes:
         args = problem(10, p)
         our_projection, usual_projection = project(*args), usual(*args)

@@ -225,7 +225,7 @@ def main():
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     repeats, round_divisor = (1, 10) if options.quick else (options.repeats, 1)
-    print(f"torch {torch.__version__}, {options.threads} thread(s), {repeats} repeat(s), alternating")
+    print(f"torch {torch.__version__}, {options.threads} thread(s), {repeats} repeat(s). The engines alternate.")
     compare("100 x 15 digits, MLP", digits_case(100, 4), 60 // round_divisor, repeats)
     compare("100 x 15, one batch", digits_case(100, 15), 200 // round_divisor, repeats, vectorized=True)
     compare("100 x 15, 512 units", digits_case(100, 15, 512), 60 // round_divisor, repeats, vectorized=True)

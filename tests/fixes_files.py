@@ -1641,7 +1641,7 @@ ROWS |= {
         lambda lab, name: parse_file_name({"client": name}, "client"),
         {"name": ".."},
         {"name": "ann_1"},
-        "Use a name of at most 230 letters, digits, `_` and `-` for the client",
+        "Use a name of at most 230 ASCII letters, digits, `_` and `-` for the client",
         RejectedMessageError,
     ),
     "other recipe on a node": Row(

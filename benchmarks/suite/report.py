@@ -188,10 +188,10 @@ def write(out, documents=False):
     plot(contents, Path(out) / "suite.png")
     print(text)
     if documents:
-        if any(content["quick"] for content in contents.values()):
+        if quick := [workload for workload, content in contents.items() if content["quick"]]:
             raise SystemExit(
-                "Expected measurements at full size for `--write`, but got measurements of `--quick`. "
-                "Run the command without `--quick`."
+                f"Expected measurements at full size for `--write`, but these workloads were measured with `--quick`: "
+                f"{', '.join(quick)}. Measure them again without `--quick` and `--report`."
             )
         fill(ROOT / "benchmarks" / "README.md", "suite", f"{text}\n![Curves](suite.png)\n")
         plot(contents, ROOT / "benchmarks" / "suite.png")

@@ -125,7 +125,7 @@ def _set_fraction_aside(
 def _check_no_leakage(samples: Samples, plan: Plan, scenario: Scenario) -> None:
     """Raise ValueError if two sets share samples of one origin. Warn if test samples equal training samples."""
     if samples.origin is None and samples.name != Samples.name:
-        # Public datasets keep their published splits, so they are not checked.
+        # Equal samples in a public dataset are part of the published data, so they are not checked.
         return
     is_trained = np.zeros(len(samples), dtype=np.bool_)
     is_trained[np.concatenate([plan.pretrain, plan.base_samples])] = True

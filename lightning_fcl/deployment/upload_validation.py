@@ -193,7 +193,7 @@ def parse_file_name(head: Mapping[str, Any], description: str) -> str:
         raise RejectedMessageError(
             f"Expected the name of a {description} to be 1 to {_LONGEST} printable characters in Unicode form NFKC, at "
             f"most {_LONGEST} characters after percent-encoding, and not `.` or `..`, but got {str(name)[:40]!r}.",
-            hint=f"Use a name of at most {_LONGEST} letters, digits, `_` and `-` for the {description}.",
+            hint=f"Use a name of at most {_LONGEST} ASCII letters, digits, `_` and `-` for the {description}.",
         )
     return name
 

@@ -119,7 +119,9 @@ class FederatedCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the argument ``--out`` and the section ``recipe``."""
-        parser.add_argument("--out", type=str | None, help="set the run folder (default: run of --config, or runs/fit)")
+        parser.add_argument(
+            "--out", type=str | None, help="set the run folder (default: folder of the resumed run, or runs/fit)"
+        )
         parser.add_class_arguments(RecipeInfo, "recipe")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:

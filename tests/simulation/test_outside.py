@@ -148,7 +148,10 @@ class WarmUp(Callback):
 
 
 class Late(Callback):
-    """Zeroes gradients after ten steps. The trial steps, and a client with two epochs, have at most ten steps."""
+    """Zeroes gradients after ten steps.
+
+    The trial, and a client with two local epochs, take at most ten steps, so the callback has no effect there.
+    """
 
     def __init__(self):
         self.steps = 0
