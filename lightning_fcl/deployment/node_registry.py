@@ -302,9 +302,10 @@ class NodeRegistry:
     ) -> dict[str, str]:
         """Send messages to clients and process their answers until enough answers are accepted.
 
-        The round begins when ``min_clients`` of the clients have joined. It waits for the clients whose nodes are connected
-        at this time. If a client has not joined yet, the round also waits for connected nodes that have not named their
-        client yet. When the round has enough answers, the waiting time is at most ``round_timeout`` in total.
+        The round begins when ``min_clients`` of the clients have joined. It waits for the clients whose nodes are
+        connected at this time. If a client has not joined yet, the round also waits for connected nodes that have not
+        named their client yet. When the round has enough answers, the waiting time is at most ``round_timeout`` in
+        total.
 
         If too few clients remain, clients that join or reconnect also get the message. Clients whose answer is
         missing after ``round_timeout``, or was rejected, get the message again after increasing pauses.
