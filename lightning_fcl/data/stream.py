@@ -90,8 +90,7 @@ class FederatedStream(L.LightningDataModule):
     def __init__(
         self,
         data: StreamData = "digits",
-        # With the default "ClassIncremental", jsonargparse would pass the arguments of `ClassIncremental` to the class
-        # that a user selects. Therefore the default is None.
+        # The default is None, because jsonargparse would pass the arguments of a default class to the selected class.
         scenario: Scenario | str | None = None,
         partition: Partition | str | None = None,
         split: Split | None = None,
