@@ -37,7 +37,7 @@ class FederatedProgressBar(ProgressBar):
         self._bar: Progress | None = None
         self._task: TaskID
         self._enabled = True
-        # For each round, the sum of the numbers of clients with data in all earlier rounds. The last entry is the total.
+        # For each round, the number of clients with data in all earlier rounds. The last entry is the total of the fit.
         self._done: list[int] = []
         self._lost = 0
         # Time and round at the start of the fit, if lines are written. None if the bar is shown or disabled.

@@ -90,7 +90,7 @@ class FederatedStream(L.LightningDataModule):
     def __init__(
         self,
         data: StreamData = "digits",
-        # The default is None, because jsonargparse would pass the arguments of a default class to the selected class.
+        # The default is None: jsonargparse would pass the arguments of a default class to the selected class.
         scenario: Scenario | str | None = None,
         partition: Partition | str | None = None,
         split: Split | None = None,
