@@ -30,7 +30,10 @@ LEFT_ALONE = (
     *("matplotlib.", "wandb.", "mlflow.", "comet_ml.", "neptune.", "clearml.", "tensorboard", "aim."),
     *("_pytest.", "pluggy."),
 )
-"""Prefixes of module names. Objects of classes in these modules, such as loggers and threads, are never inspected."""
+"""Prefixes of module names. An object whose class or base class is in such a module is not inspected by default.
+
+Examples are loggers and threads. A search can make exceptions, for example for metrics of torchmetrics.
+"""
 
 _GONE = object()
 

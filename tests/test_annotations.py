@@ -37,7 +37,7 @@ MODULES = (
     compression,
 )
 
-# Public classes and functions whose numbers are not checked at creation, and the reason.
+# Public classes whose number arguments are not checked when an object is created, and the reason.
 EXCEPTIONS = {
     "RoundRecord": "a result that users only read",
     "TimingContext": "made by a schedule",

@@ -136,7 +136,9 @@ def validate_arguments(make: Callable[..., object], arguments: Mapping[str, obje
     except TypeError as error:
         hint = "".join(did_you_mean(key, signature.parameters) for key in arguments if key not in signature.parameters)
         raise UnknownNameError(
-            f"Expected arguments of {_named(make)} for `{name}`, but got: {error}.", hint=hint, argument=name
+            f"Expected valid arguments of {_named(make)} for `{name}`, but the call fails: {error}.",
+            hint=hint,
+            argument=name,
         ) from None
     types = all_argument_types(make)
     cast: dict[str, object] = {}

@@ -194,7 +194,10 @@ def test_node_without_data_is_asked_until_data_exists(air, members, caplog):
 
 
 def test_collect_answers_waits_once_for_silent_node_until_timeout(air, gather, caplog):
-    """The node gets a different number before each round, like a SuperNode without a registered key."""
+    """The silent node gets a new number before each of three rounds, like a SuperNode without a registered key.
+
+    Each of these rounds waits for the node. In the later rounds, the node keeps its number.
+    """
     air.there = {7: client("a"), 8: silent}
     assert gather(["a", "b"], 1) == 1 and gather.left == {"b": "not connected"}
     assert 20 < air.clock.now - 100 < 21

@@ -1,4 +1,7 @@
-"""Tests of the reports of one run and of several runs: values of the record, in one file without network requests."""
+"""Tests of the reports of one run and of several runs.
+
+A report shows the values of the record. It is one file that makes no network requests.
+"""
 
 import hashlib
 import json

@@ -164,7 +164,7 @@ def replayed(memory, fit=0):
 
 @pytest.mark.parametrize("kind", [Replay, ICaRL])
 def test_replay_plain_trainer_adds_shuffled_samples_to_every_batch(make_task, train, kind):
-    """The buffer is sorted by class or by age, so a window without shuffling would have only one class."""
+    """The buffer is sorted by class or age. Without shuffling, the stored samples of a batch would have one class."""
     x, y = torch.randn(32, 6), torch.full((32,), 3)
     old_x, old_y = torch.arange(24.0)[:, None].repeat(1, 6), torch.arange(24) // 8
     joined = []

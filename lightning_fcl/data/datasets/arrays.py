@@ -303,11 +303,11 @@ class Measurement:
             )
         return standardize(values.astype(np.float32), (0, *reduced_axes))
 
-    def describe(self, method: str) -> str:
+    def describe(self, method: str = "predict") -> str:
         """Return a description of shape, sampling rate, channels, units and scaling, without a period at the end.
 
         Args:
-            method: Name of the method of a network that takes raw values, such as "predict".
+            method: Name of the method of a published network that takes raw values: "predict" or "embed".
         """
         size = ", ".join(f"{axis} {number}" for number, axis in zip(self.shape, self.axes, strict=True))
         # "of 255" is a unit of pixels.
