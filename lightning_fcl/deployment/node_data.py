@@ -216,7 +216,7 @@ def _read_npz(path: Path, for_server: bool) -> NodeData:
     check_arrays(path, arrays, {name: _WANTED[name] for name in arrays}, _MEND)
     x, y = torch.from_numpy(np.ascontiguousarray(arrays["x"], arrays["x"].dtype.newbyteorder("="))), arrays["y"]
     if not len(x):
-        raise ValueError(f"it contains 0 samples. {_MEND}")
+        raise ValueError("it contains 0 samples. Write at least one sample to `x` and `y`")
     if x.is_floating_point() and not torch.isfinite(x).all():
         raise ValueError("`x` contains non-finite values. Correct or drop these samples")
     _check_part(path, arrays.get("part"), for_server)
