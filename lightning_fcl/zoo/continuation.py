@@ -182,8 +182,8 @@ def make_continuation(checkpoint: Mapping[str, Any], recipe_parts: LoadedRecipe,
                     owners[label].add(client)
         if min(map(len, owners.values()), default=0) < MIN_CLIENTS:
             return (
-                f"a class has samples of fewer than {MIN_CLIENTS} clients. Therefore the files contain only the solution "
-                "of the ridge regression, and not the sums of statistics"
+                f"a class has samples of fewer than {MIN_CLIENTS} clients. Therefore the files contain only the "
+                "solution of the ridge regression, and not the sums of statistics"
             )
         if not first:
             return "sums of this name are already published, and the difference may be data of a single client"

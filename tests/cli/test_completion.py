@@ -43,7 +43,7 @@ def script(tmp_path_factory):
         ("lightning-fcl fit qui", "yes", {"quickstart"}),
         ("lightning-fcl fit flwf/flwf-2t-", "yes", {n for n in list_recipes() if n.startswith("flwf/flwf-2t-")}),
         ("lightning-fcl validate mi", "yes", {"mine.yaml"}),
-        ("lightning-fcl fit --see", "yes", {"--seed_everything"}),
+        ("lightning-fcl fit --seed_", "yes", {"--seed_everything"}),
         ("lightning-fcl ls sce", "yes", {"scenarios"}),
         ("lightning-fcl zoo ver", "yes", {"verify"}),
         ("lightning-fcl export runs --format o", "yes", {"onnx"}),
