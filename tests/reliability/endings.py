@@ -68,7 +68,7 @@ def works(folder: Path) -> list[Work]:
 
 @cache
 def _is_there(data: str) -> bool:
-    words = [sys.executable, "-m", "lightning_fcl.cli.main", "data", "verify", data]
+    words = [sys.executable, "-m", "lightning_fcl.cli.main", "data", "check", data]
     return subprocess.run(words, capture_output=True, cwd=ROOT).returncode == 0
 
 
