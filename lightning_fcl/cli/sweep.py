@@ -25,7 +25,7 @@ from lightning_fcl.errors import InvalidStateError, InvalidValueError
 from lightning_fcl.evaluation.results import CONFIG, find_run_folder
 from lightning_fcl.io.atomic import write_atomic
 from lightning_fcl.io.safe_yaml import load_yaml
-from lightning_fcl.runs.recipe import Recipe
+from lightning_fcl.runs.recipe import Recipe, short_names
 
 _LARGEST_SEED = 2**32 - 1
 
@@ -106,7 +106,7 @@ def parse_grid(texts: Sequence[str]) -> list[Point]:
                 value=text,
             )
         values_by_option[option] = parts
-    short = _short_names([*values_by_option])
+    short = short_names([*values_by_option])
     points = []
     for combination in itertools.product(*values_by_option.values()):
         settings = dict(zip(values_by_option, combination, strict=True))
@@ -134,12 +134,6 @@ def _split(text: str) -> list[str]:
         else:
             parts[-1] += letter
     return [part.strip() for part in parts]
-
-
-def _short_names(options: Sequence[str]) -> dict[str, str]:
-    """Return the last part of the name of each option, or the whole name if two options have the same last part."""
-    last = [option.rpartition(".")[2] for option in options]
-    return {option: word if last.count(word) == 1 else option for word, option in zip(last, options, strict=True)}
 
 
 def _parsed(text: str) -> Any:

@@ -46,7 +46,7 @@ from lightning_fcl.evaluation.results import read_results
 from lightning_fcl.io.atomic import write_atomic
 from lightning_fcl.io.reading import read_text
 from lightning_fcl.runs.paper_rows import slug
-from lightning_fcl.runs.recipe import Recipe
+from lightning_fcl.runs.recipe import Recipe, short_names
 
 _BATCH = 8  # Number of trials that TPE proposes at once. It is fixed, so that `--workers` does not change the search.
 STATES = {TrialState.COMPLETE: "complete", TrialState.FAIL: "failed"}
@@ -272,7 +272,7 @@ def write_trials(
     best_trials = completed_trials.sort_values(
         search.objective, ascending=search.direction == "minimize", kind="stable"
     )[:10]
-    columns = {search.objective: search.objective, "trial": "trial"} | _short(list(search.space))
+    columns = {search.objective: search.objective, "trial": "trial"} | short_names(list(search.space))
     exactly = {search.objective: "{:.4f}".format}
     print(
         best_trials[[*columns]].to_string(
@@ -290,7 +290,7 @@ def trials_figure(study: optuna.Study, search: Search) -> dict[str, Any]:
     base = charts.get_chart("rows").mark_point(filled=True, size=60, opacity=0.9)
     base = base.encode(y=alt.Y("value:Q", title=search.objective, scale=alt.Scale(zero=False, padding=8)), color=order)
     panels = []
-    for path, name in _short(list(search.space)).items():
+    for path, name in short_names(list(search.space)).items():
         # A dot in a field name would select a nested field.
         distribution, field = search.distributions[path], path.replace(".", " ")
         if isinstance(distribution, FloatDistribution | IntDistribution):
@@ -327,9 +327,3 @@ def write_best(trial: FrozenTrial, number: int, search: Search, best_name: str, 
 
 def _trials(study: optuna.Study, *states: TrialState) -> list[FrozenTrial]:
     return study.get_trials(deepcopy=False, states=states)
-
-
-def _short(paths: Sequence[str]) -> dict[str, str]:
-    """Return a short name for each path, by path: its last part, or the whole path if two last parts are equal."""
-    last = [path.rpartition(".")[2] for path in paths]
-    return {path: word if last.count(word) == 1 else path for word, path in zip(last, paths, strict=True)}

@@ -15,7 +15,7 @@ from lightning_fcl.evaluation import charts
 from lightning_fcl.evaluation.charts import COLORS, Chart, Points, Spec, fill_template, responsive_chart
 from lightning_fcl.evaluation.continual import FloatArray
 from lightning_fcl.evaluation.curves import curves
-from lightning_fcl.evaluation.metrics import AVERAGE_ACCURACY, FORGETTING
+from lightning_fcl.evaluation.metrics import AVERAGE_ACCURACY, FORGETTING, overall_metrics
 from lightning_fcl.evaluation.record import Quantity, get_quantity
 from lightning_fcl.evaluation.results import make_missing_run_error, read_results
 from lightning_fcl.evaluation.summary import (
@@ -146,9 +146,7 @@ def _all_metrics(groups: RunsByName) -> list[list[str]]:
 
     The first line is the heading. The table is empty if there are no such metrics.
     """
-    models = ("server", "clients", "total")
-    all_names = dict.fromkeys(name for runs in groups.values() for run in runs for name in run["metrics"])
-    names = [name for model in models for name in all_names if name.endswith(f"/{model}")]
+    names = overall_metrics(name for runs in groups.values() for run in runs for name in run["metrics"])
     lines = []
     for name in names:
         cells = (

@@ -4,7 +4,7 @@ A metric is a `Metric` in `METRICS`. ``results.json``, reports, tables, cards an
 registry. To add a metric, add a `Metric` to `METRICS`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -282,6 +282,17 @@ def summarize(record: Record, metrics: Sequence[Metric] | None = None) -> dict[s
                 if np.isfinite(score.value):
                     by_model.setdefault(score.model, {})[metric.key(score)] = score.value
     return {key: value for values in by_model.values() for key, value in values.items()}
+
+
+def overall_metrics(names: Iterable[str]) -> list[str]:
+    """Return the names of metrics of the server, of the mean over clients and of the whole federation, in this order.
+
+    Example:
+        >>> overall_metrics(["upload_bytes/total", "final_accuracy/3", "final_accuracy/server"])
+        ['final_accuracy/server', 'upload_bytes/total']
+    """
+    by_name = list(dict.fromkeys(names))
+    return [name for model in ("server", "clients", "total") for name in by_name if name.endswith(f"/{model}")]
 
 
 def metrics_for(quantity: Quantity, metrics: Sequence[Metric] | None = None) -> list[Metric]:

@@ -17,6 +17,7 @@ from typing import Any
 
 from lightning_fcl.errors import InvalidValueError, MissingFileError
 from lightning_fcl.evaluation.curves import curves
+from lightning_fcl.evaluation.metrics import overall_metrics
 from lightning_fcl.evaluation.record import ACCURACY, get_quantities, tested_models
 from lightning_fcl.evaluation.summary import DIRECTIONS, simulated_times
 from lightning_fcl.io.atomic import append, write_atomic
@@ -239,9 +240,7 @@ def write_metrics(path: Path, metrics: Mapping[str, float]) -> Path:
 
     Programs such as `dvc metrics show` read this file. The keys are those of ``metrics`` in ``results.json``.
     """
-    whole = {
-        name: value for name, value in metrics.items() if name.rpartition("/")[2] in ("server", "clients", "total")
-    }
+    whole = {name: metrics[name] for name in overall_metrics(metrics)}
     return write_atomic(path, json.dumps(whole, indent=1) + "\n")
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from lightning_fcl.errors import DamagedFileError, InvalidValueError
 from lightning_fcl.evaluation.curves import curves
-from lightning_fcl.evaluation.metrics import summarize
+from lightning_fcl.evaluation.metrics import overall_metrics, summarize
 from lightning_fcl.evaluation.record import Evaluation, get_quantities, get_quantity
 from lightning_fcl.evaluation.results import CONFIG, RECORD, make_missing_run_error, parse_record, read_results
 from lightning_fcl.evaluation.statistics import seed_statistics
@@ -226,7 +226,7 @@ def read_runs(folder: str | Path) -> pd.DataFrame:
             "seed": run.seed,
         }
         line |= {"finished": run.finished, "rounds": len(run.record["rounds"]), **run.searched}
-        metrics = {n: v for n, v in run.metrics.items() if n.rpartition("/")[2] in ("server", "clients", "total")}
+        metrics = {name: run.metrics[name] for name in overall_metrics(run.metrics)}
         lines.append((line, metrics))
     options = dict.fromkeys(name for line, _ in lines for name in line)
     metric_names = dict.fromkeys(name for _, metrics in lines for name in metrics)

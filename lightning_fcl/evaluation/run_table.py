@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_fcl.errors import InvalidValueError, UnknownNameError
 from lightning_fcl.evaluation.comparison import RunsByName
-from lightning_fcl.evaluation.metrics import find_metric
+from lightning_fcl.evaluation.metrics import DOWNLOAD_BYTES, UPLOAD_BYTES, overall_metrics
 from lightning_fcl.evaluation.record import get_quantities
 from lightning_fcl.evaluation.run_data import make_frame
 from lightning_fcl.evaluation.statistics import (
@@ -27,8 +27,6 @@ from lightning_fcl.validation import did_you_mean, one_of
 
 if TYPE_CHECKING:
     import pandas as pd
-
-_MODELS = ("server", "clients", "total")
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ class RunTable:
                 )
         if reference is not None:
             one_of([*groups], reference=reference)
-        selected = metrics or [name for model in _MODELS for name in names if name.endswith(f"/{model}")]
+        selected = metrics or overall_metrics(names)
         values: dict[str, dict[str, dict[int, float]]] = {}
         for row, runs in groups.items():
             seeds = [run["seed"] for run in runs]
@@ -198,6 +196,6 @@ def headline_metrics(groups: RunsByName) -> list[str]:
         for metric, models in HEADLINES:
             if quantity_metric := metric.for_quantity(quantity):
                 candidates = (f"{quantity_metric.name}/{model}" for model in models)
-                selected += [next((key for key in candidates if key in names), "")]
-    selected += [key for key in ("upload_bytes/total", "download_bytes/total") if key in names]
-    return [key for key in dict.fromkeys(selected) if key and find_metric(key, get_quantities(runs[0]["record"]))]
+                selected += [key for key in candidates if key in names][:1]
+    selected += [key for metric in (UPLOAD_BYTES, DOWNLOAD_BYTES) if (key := f"{metric.name}/total") in names]
+    return selected

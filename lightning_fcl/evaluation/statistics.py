@@ -1,6 +1,6 @@
 """Statistics of a metric over the seeds of a run: mean, standard deviation, confidence interval and paired tests.
 
-Tables of papers, the leaderboard, comparisons and reports use these functions.
+Tables of papers, the leaderboard and tables that compare runs use these functions.
 """
 
 from __future__ import annotations

@@ -165,3 +165,14 @@ def take_settings(words: Sequence[str], command_options: Collection[str]) -> tup
                 argument=option,
             )
     return rest, layers
+
+
+def short_names(names: Sequence[str]) -> dict[str, str]:
+    """Return the last part of each dotted name, or the whole name if two names have the same last part.
+
+    Example:
+        >>> short_names(["data.batch_size", "a.lr", "b.lr"])
+        {'data.batch_size': 'batch_size', 'a.lr': 'a.lr', 'b.lr': 'b.lr'}
+    """
+    last = [name.rpartition(".")[2] for name in names]
+    return {name: part if last.count(part) == 1 else name for part, name in zip(last, names, strict=True)}
