@@ -6,11 +6,14 @@ import pytest
 import yaml
 from raising import raises
 
+from lightning_fcl.cli import sweep
+from lightning_fcl.cli.jobs import Failure, Job
 from lightning_fcl.cli.main import main
 from lightning_fcl.cli.sweep import parse_grid, parse_seeds
 from lightning_fcl.errors import InvalidStateError, InvalidValueError
 from lightning_fcl.evaluation.results import read_results
 from lightning_fcl.io.safe_yaml import read_yaml
+from lightning_fcl.runs.recipe import Recipe, Setting
 
 MODULE = """
 import lightning_fcl
@@ -188,12 +191,16 @@ def test_report_table_formats(tiny, tmp_path, capsys):
 
 
 def test_fit_all_failed_runs_raise(tiny, tmp_path, monkeypatch):
-    from lightning_fcl.cli import sweep
-    from lightning_fcl.cli.jobs import Failure
-    from lightning_fcl.runs.recipe import Recipe
-
     monkeypatch.setattr(sweep, "try_job", lambda job: Failure("no"))
     recipe = Recipe.from_words(tiny)
     with pytest.raises(InvalidStateError, match="2 of 2 failed"):
         sweep.run_sweep(recipe, "2", [], 1, tmp_path / "out", ["fit"])
     assert json.dumps([path.name for path in tmp_path.glob("out*")]) == "[]"
+
+
+def test_job_file_after_setting_overrides_it_and_changes_fingerprint(tmp_path):
+    (tmp_path / "b.yaml").write_text("data: {batch_size: 8}\n")
+    file, setting = tmp_path / "b.yaml", Setting("data.batch_size", 16)
+    jobs = [Job("", Recipe(layers), 0, tmp_path / "out") for layers in ((file, setting), (setting, file))]
+    assert [job.whole_recipe.content()["data"]["batch_size"] for job in jobs] == [16, 8]
+    assert jobs[0].fingerprint != jobs[1].fingerprint
