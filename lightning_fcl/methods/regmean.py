@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -19,6 +20,7 @@ from lightning_fcl.methods.layer_inputs import averaged_layers, layer_inputs, to
 from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.prototypes import SparseSum
 from lightning_fcl.models.lora import AdaptedLinear
+from lightning_fcl.models.ridge import pack_upper, unpack_upper
 from lightning_fcl.validation import between, validated
 
 # Eigenvalues of G below this fraction of the largest eigenvalue are rounding errors: no input has a component in their
@@ -30,9 +32,9 @@ _NONE = 1e-10
 class RegMean(ServerUpdateMethod):
     """RegMean (Jin et al., 2023): merge layers so that their outputs fit the outputs of all clients' layers.
 
-    After local training a client also uploads ``G_k = X_k^T X_k`` and ``W_k G_k`` for each trained linear or
-    convolutional layer. W_k are the layer's weights on client k. X_k are the layer's inputs for the client's samples,
-    computed with the client's own model.
+    After local training a client also uploads the upper triangle of ``G_k = X_k^T X_k``, and ``W_k G_k``, for each
+    trained linear or convolutional layer. W_k are the layer's weights on client k. X_k are the layer's inputs for the
+    client's samples, computed with the client's own model.
 
     The server sums both values over clients and sets the layer to ``W = (sum_k W_k G_k) (sum_k G_k)^+``. For
     ``alpha=1``, this minimizes ``sum_k ||X_k W^T - X_k W_k^T||^2``. A bias is the weight of an additional input, which
@@ -68,17 +70,9 @@ class RegMean(ServerUpdateMethod):
         state: State = {}
         for name in averaged_layers(module):
             weight = weight_matrix(state_tensors(module), name)
-            state[f"gram.{name}"] = self._no_gram(weight)
+            state[f"gram.{name}"] = zero_gram(weight, diagonal=self.alpha == 0)
             state[f"answers.{name}"] = torch.zeros_like(weight)
         return state
-
-    def _no_gram(self, weight: Tensor) -> Tensor:
-        size = weight.shape[1]
-        return weight.new_zeros(size, size) if self.alpha else weight.new_zeros(size)
-
-    def _gram(self, rows: Tensor) -> Tensor:
-        """Return ``X^T X`` of inputs, shape (n, d), before ``alpha`` is applied, or its diagonal if ``alpha`` is 0."""
-        return rows.T @ rows if self.alpha else rows.square().sum(dim=0)
 
     def upload_statistics(self, client: Client, trained_state: State, data: Batch) -> State:
         statistics = zeros_like_state(client.server_state)
@@ -86,26 +80,51 @@ class RegMean(ServerUpdateMethod):
         learnt = [
             name for name, value in weights.items() if not value.equal(weight_matrix(client.received_state, name))
         ]
-        x, _ = finite_pairs(data)
-        for name, rows in layer_inputs(client.module, learnt, trained_state, x):
-            statistics[f"gram.{name}"] += self._gram(rows)
-        for name in learnt:
-            gram = statistics[f"gram.{name}"]
-            if self.alpha:
-                gram.lerp_(gram.diagonal().diag(), 1 - self.alpha)
+        for name, gram in self._grams(client.module, learnt, trained_state, finite_pairs(data)[0]).items():
+            statistics[f"gram.{name}"] = pack_gram(gram)
             statistics[f"answers.{name}"] = gram_product(weights[name], gram)
         return statistics
+
+    def _grams(self, module: L.LightningModule, names: Iterable[str], state: State, x: Tensor) -> dict[str, Tensor]:
+        """Return G of the inputs of layers, by layer name, with its off-diagonal values multiplied by ``alpha``.
+
+        The shape is (d, d), or (d,) for the diagonal if ``alpha`` is 0. Layers without inputs are left out.
+        """
+        grams: dict[str, Tensor] = {}
+        for name, rows in layer_inputs(module, names, state, x):
+            gram = rows.T @ rows if self.alpha else rows.square().sum(dim=0)
+            grams[name] = grams[name] + gram if name in grams else gram
+        if not self.alpha:
+            return grams
+        return {name: gram.lerp(gram.diagonal().diag(), 1 - self.alpha) for name, gram in grams.items()}
 
     def process_aggregate(self, server: Server) -> State:
         """Return the trained layers, merged by least squares on their outputs, and reset the sums to 0."""
         updated_state, mean, server_state = dict[str, Tensor](), server.state, server.server_state
-        for name, gram in strip_prefix(server_state, "gram").items():
-            if gram.any():
-                updated_state |= to_weight_state(
-                    mean, name, merge_regression(weight_matrix(mean, name), server_state[f"answers.{name}"], gram)
-                )
+        for name, packed in strip_prefix(server_state, "gram").items():
+            if packed.any():
+                weight = weight_matrix(mean, name)
+                gram = unpack_gram(packed, weight.shape[1])
+                merged = merge_regression(weight, server_state[f"answers.{name}"], gram)
+                updated_state |= to_weight_state(mean, name, merged)
         server_state.update(zeros_like_state(server_state))
         return updated_state
+
+
+def zero_gram(weight: Tensor, diagonal: bool) -> Tensor:
+    """Return the packed Gram matrix of zero inputs of a layer with the weights ``weight``, shape (outputs, d)."""
+    size = weight.shape[1]
+    return weight.new_zeros(size if diagonal else size * (size + 1) // 2)
+
+
+def pack_gram(gram: Tensor) -> Tensor:
+    """Return the upper triangle of a matrix, shape (d * (d + 1) / 2,). A diagonal, shape (d,), is returned as it is."""
+    return gram if gram.dim() == 1 else pack_upper(gram)
+
+
+def unpack_gram(packed: Tensor, size: int) -> Tensor:
+    """Return the Gram matrix, shape (size, size), or the diagonal, shape (size,), of the result of `pack_gram`."""
+    return packed if len(packed) == size else unpack_upper(packed, size)
 
 
 def gram_product(weight: Tensor, gram: Tensor) -> Tensor:
@@ -144,10 +163,11 @@ class LoRM(RegMean):
     """LoRM (Salami et al., 2025): `RegMean` for a `LoRA` network, in which one factor trains at a time.
 
     In the first round of an experience and in every second round after it, B trains and A is identical for all clients.
-    In the rounds between, A trains. The head trains in all rounds. The inputs of a factor are the inputs of its layer:
-    ``x`` for A, and ``A x`` for B. The closed form is ``(sum_k B_k A G_k A^T) (A (sum_k G_k) A^T)^+`` for B, and the
-    formula of `RegMean` for A, as in the paper. Deviation: the authors use ``alpha=0`` for the body and 0.5 for the
-    head. Here the same ``alpha`` applies to both.
+    In the rounds between, A trains. The head trains in all rounds. G_k is the matrix of the layer's inputs ``x``, with
+    its off-diagonal values multiplied by ``alpha``. The closed form is ``(sum_k B_k A G_k A^T) (A (sum_k G_k) A^T)^+``
+    for B, and the formula of `RegMean` for A, as in the paper. For B, a client uploads ``A G_k A^T``, which has
+    ``rank * (rank + 1) / 2`` different numbers for any ``alpha``. Deviation: the authors use ``alpha=0`` for the body
+    and 0.5 for the head. Here the same ``alpha`` applies to both.
 
     For each experience a client also uploads ``G_k`` of the inputs of each layer with a LoRA adapter, computed with its
     own model. At the end of experience t, G_t is the sum of these ``G_k``, and W_t is the server's layer including its
@@ -178,9 +198,10 @@ class LoRM(RegMean):
     def init_server_state(self, module: L.LightningModule) -> State:
         state = super().init_server_state(module) | {"turn": torch.tensor(0)}
         for name, layer in _adapted(module).items():
-            weight = layer.layer.weight.detach().double()
-            gram, answers = self._no_gram(weight), torch.zeros_like(weight)
+            weight, b = layer.layer.weight.detach().double(), layer.b.weight.detach().double()
+            gram, answers = zero_gram(weight, diagonal=self.alpha == 0), torch.zeros_like(weight)
             state |= {f"task.{name}": gram, f"tasks.gram.{name}": gram, f"tasks.answers.{name}": answers}
+            state[f"gram.{name}.b"] = zero_gram(b, diagonal=False)
         return state
 
     def trainable_patterns(self, client: Client) -> Pattern | None:
@@ -188,11 +209,20 @@ class LoRM(RegMean):
 
     def contribute_experience(self, client: Client, trained_state: State, data: Batch) -> State:
         names = {f"{name}.a": f"task.{name}" for name in _adapted(client.module)}
-        contribution = {name: torch.zeros_like(client.server_state[name]) for name in names.values()}
-        for name, rows in layer_inputs(client.module, names, trained_state, finite_pairs(data)[0]):
-            gram = self._gram(rows)
-            contribution[names[name]] += gram.lerp(gram.diagonal().diag(), 1 - self.alpha) if self.alpha else gram
-        return contribution
+        grams = self._grams(client.module, names, trained_state, finite_pairs(data)[0])
+        missing = {key: torch.zeros_like(client.server_state[key]) for key in names.values()}
+        return missing | {names[name]: pack_gram(gram) for name, gram in grams.items()}
+
+    def _grams(self, module: L.LightningModule, names: Iterable[str], state: State, x: Tensor) -> dict[str, Tensor]:
+        """Return G of layers as in `RegMean`, and ``A G A^T`` of the layer's G for each factor B."""
+        factors = {f"{name}.b": f"{name}.a" for name in _adapted(module)}
+        sources = {name: factors.get(name, name) for name in names}
+        grams = super()._grams(module, dict.fromkeys(sources.values()), state, x)
+        return {
+            name: grams[source] if name == source else _project(grams[source], weight_matrix(state, source))
+            for name, source in sources.items()
+            if source in grams
+        }
 
     def process_aggregate(self, server: Server) -> State:
         tasks = {name: value for name, value in server.server_state.items() if name.startswith(("task.", "tasks."))}
@@ -205,12 +235,20 @@ class LoRM(RegMean):
             a, b, body = (state[f"{name}.{part}.weight"] for part in ("a", "b", "layer"))
             weight = body.double() + layer.scale * b.double() @ a.double()
             tasks[f"tasks.gram.{name}"] = grams = tasks[f"tasks.gram.{name}"] + gram
-            tasks[f"tasks.answers.{name}"] = answers = tasks[f"tasks.answers.{name}"] + gram_product(weight, gram)
+            products = gram_product(weight, unpack_gram(gram, weight.shape[1]))
+            tasks[f"tasks.answers.{name}"] = answers = tasks[f"tasks.answers.{name}"] + products
             tasks[f"task.{name}"], turn = torch.zeros_like(gram), torch.zeros_like(turn)
-            updated_state[f"{name}.layer.weight"] = merge_regression(weight, answers, grams).to(body)
+            updated_state[f"{name}.layer.weight"] = merge_regression(
+                weight, answers, unpack_gram(grams, weight.shape[1])
+            ).to(body)
             updated_state[f"{name}.b.weight"] = torch.zeros_like(b)
         server.server_state.update({**tasks, "turn": turn})
         return updated_state
+
+
+def _project(gram: Tensor, a: Tensor) -> Tensor:
+    """Return ``A G A^T``, shape (rank, rank), of the factor A, shape (rank, d)."""
+    return gram_product(a, gram) @ a.T
 
 
 def _adapted(module: L.LightningModule) -> dict[str, AdaptedLinear]:

@@ -12,7 +12,7 @@ from torch import nn
 from lightning_fcl.callbacks import ContinualMetrics, LoRM, RegMean
 from lightning_fcl.methods.context import Server
 from lightning_fcl.methods.layer_inputs import averaged_layers, layer_inputs, weight_matrix
-from lightning_fcl.methods.regmean import gram_product, merge_regression
+from lightning_fcl.methods.regmean import gram_product, merge_regression, pack_gram
 from lightning_fcl.models import MLP, LoRA
 
 pytestmark = pytest.mark.rounding
@@ -120,32 +120,91 @@ def test_regmean_alpha_zero_uploads_only_diagonal(fit, make_stream, make_task):
         sent.append(metrics.record["rounds"][0]["upload_bytes"]["0"])
     layers = [(5, 7), (4, 6)]
     assert sent[1] - sent[0] == 8 * sum(outputs * size + size for outputs, size in layers)
-    assert sent[2] - sent[0] == 8 * sum(outputs * size + size * size for outputs, size in layers)
+    assert sent[2] - sent[0] == 8 * sum(outputs * size + size * (size + 1) // 2 for outputs, size in layers)
 
 
-def lora(make_task, seed=0):
+def lora(make_task, seed=0, rank=2):
     torch.manual_seed(0)
-    return make_task(model=LoRA(MLP([6, 16, 4]), rank=2, head="3.*"))
+    return make_task(model=LoRA(MLP([6, 16, 4]), rank=rank, head="3.*"))
 
 
-def test_lorm_factors_alternate_and_equal_closed_form(fit, make_stream, make_task):
-    task, uploads = lora(make_task), Uploads()
-    begun = task.model.net[1].a.weight.detach().double().clone()
+def scaled_gram(rows, alpha):
+    """Return X^T X with its off-diagonal values multiplied by alpha."""
+    gram = rows.T @ rows
+    return alpha * gram + (1 - alpha) * torch.diag(gram.diagonal())
+
+
+@pytest.mark.parametrize("alpha", [1.0, 0.5, 0.0])
+@pytest.mark.parametrize("rank", [1, 4])
+def test_lorm_factors_alternate_and_equal_closed_form(fit, make_stream, make_task, alpha, rank):
+    task, uploads = lora(make_task, rank=rank), Uploads()
+    initial_a = task.model.net[1].a.weight.detach().double().clone()
     stream = make_stream(partition="dirichlet", num_experiences=1, rounds_per_experience=3)
-    fit(task, stream, [LoRM(1.0), uploads], local_epochs=3)
+    fit(task, stream, [LoRM(alpha), uploads], local_epochs=3)
     a, b = "model.net.1.a", "model.net.1.b"
     first, second = ([own for at, own in uploads.clients if at == number] for number in (0, 1))
-    grams = [own[a][0].T @ own[a][0] for own in first]
-    weighted = sum(own[b][1] @ begun @ gram @ begun.T for own, gram in zip(first, grams, strict=True))
-    wanted = weighted @ torch.linalg.inv(begun @ sum(grams) @ begun.T)
+    grams = [scaled_gram(own[a][0], alpha) for own in first]
+    weighted = sum(own[b][1] @ initial_a @ gram @ initial_a.T for own, gram in zip(first, grams, strict=True))
+    expected_b = weighted @ torch.linalg.inv(initial_a @ sum(grams) @ initial_a.T)
     after = uploads.server[0]
-    torch.testing.assert_close(after[f"{b}.weight"].double(), wanted, rtol=1e-4, atol=1e-5)
-    assert torch.equal(after[f"{a}.weight"].double(), begun)
-    torch.testing.assert_close(
-        uploads.server[1][f"{a}.weight"].double(), least_squares([own[a] for own in second]), rtol=1e-4, atol=1e-5
-    )
+    torch.testing.assert_close(after[f"{b}.weight"].double(), expected_b, rtol=1e-4, atol=1e-5)
+    assert torch.equal(after[f"{a}.weight"].double(), initial_a)
+    grams = [scaled_gram(own[a][0], alpha) for own in second]
+    weighted = sum(own[a][1] @ gram for own, gram in zip(second, grams, strict=True))
+    expected_a = weighted @ torch.linalg.inv(sum(grams))
+    torch.testing.assert_close(uploads.server[1][f"{a}.weight"].double(), expected_a, rtol=1e-4, atol=1e-5)
     assert torch.equal(uploads.server[1][f"{b}.weight"], after[f"{b}.weight"])
-    assert not torch.equal(uploads.server[1][f"{a}.weight"].double(), begun)
+    assert not torch.equal(uploads.server[1][f"{a}.weight"].double(), initial_a)
+
+
+@pytest.mark.parametrize("alpha", [1.0, 0.5, 0.0])
+@pytest.mark.parametrize("rank", [1, 4])
+def test_lorm_factor_b_satisfies_normal_equations_in_any_basis(make_task, alpha, rank):
+    """The sum of ``(B - B_k) A G_k A^T`` is 0, and B A does not depend on the basis of the factors' inner dimension.
+
+    Three clients have different numbers of samples, and the inputs are correlated.
+    """
+    draws = torch.Generator().manual_seed(rank)
+    task, method = lora(make_task, rank=rank).double(), LoRM(alpha)
+    mixing = torch.randn(6, 6, generator=draws).double()
+    samples = [torch.randn(count, 6, generator=draws).double() @ mixing for count in (7, 20, 60)]
+    a = torch.randn(rank, 6, generator=draws).double()
+    factors = [torch.randn(16, rank, generator=draws).double() for _ in samples]
+    basis = torch.randn(rank, rank, generator=draws).double() + 2 * torch.eye(rank).double()
+
+    def merge(a, factors):
+        state, name = dict(task.state_dict()), "model.net.1"
+        grams, products = [], []
+        for x, factor in zip(samples, factors, strict=True):
+            state |= {f"{name}.a.weight": a, f"{name}.b.weight": factor}
+            grams.append(method._grams(task, [f"{name}.b"], state, x)[f"{name}.b"])
+            products.append(gram_product(factor, grams[-1]))
+        return merge_regression(sum(factors) / len(factors), sum(products), sum(grams))
+
+    b = merge(a, factors)
+    rest = sum((b - factor) @ a @ scaled_gram(x, alpha) @ a.T for x, factor in zip(samples, factors, strict=True))
+    torch.testing.assert_close(
+        rest, torch.zeros_like(rest), rtol=0, atol=1e-8 * float(scaled_gram(samples[2], 1).norm())
+    )
+    other = merge(basis @ a, [factor @ torch.linalg.inv(basis) for factor in factors])
+    torch.testing.assert_close(other @ basis @ a, b @ a, rtol=1e-8, atol=1e-8)
+
+
+def test_lorm_factor_b_uploads_triangle_of_rank(fit, make_stream, make_task):
+    """In a round of factor B, a layer's Gram matrix has ``rank * (rank + 1) / 2`` numbers, for any ``alpha``."""
+    sent = []
+    for alpha in (0.0, 1.0):
+        metrics = ContinualMetrics()
+        fit(lora(make_task, rank=4), make_stream(num_experiences=1, rounds_per_experience=3), [LoRM(alpha), metrics])
+        sent.append([entry["upload_bytes"]["0"] for entry in metrics.record["rounds"]])
+    head = 17 * 18 // 2 - 17
+    # The rounds of B differ only in the statistics of the head. The round of A also has the layer's d x d matrix, as
+    # has the last round of the task, for the merge with earlier tasks.
+    assert [full - diagonal for diagonal, full in zip(*sent, strict=True)] == [
+        8 * head,
+        8 * (head + 15),
+        8 * (head + 15),
+    ]
 
 
 def whole(state, scale=1 / 2):
@@ -186,7 +245,7 @@ def test_lorm_equal_grams_gives_mean_of_layers(make_task, alpha):
     task, method, draws = lora(make_task), LoRM(alpha), torch.Generator().manual_seed(0)
     state, name = {n: v.clone() for n, v in task.state_dict().items()}, "model.net.1"
     rows = torch.randn(30, 6, generator=draws).double()
-    gram = rows.T @ rows if alpha else rows.square().sum(dim=0)
+    gram = pack_gram(scaled_gram(rows, alpha) if alpha else rows.square().sum(dim=0))
     kept = {f"tasks.gram.{name}": 0 * gram, f"tasks.answers.{name}": torch.zeros(16, 6).double(), "turn": torch.ones(1)}
     layers = []
     for _ in range(3):
