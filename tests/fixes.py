@@ -1324,6 +1324,17 @@ ROWS |= {
         {"synchronization": None},
         "Fit without a `FedBuff`, or without `FedNova`.",
     ),
+    "FedNova with momentum that clients keep": Row(
+        lambda lab, keeps: fit_with(
+            lab,
+            FedNova,
+            task=lab.task(lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9)),
+            keep_optimizer_state=keeps,
+        ),
+        {"keeps": True},
+        {"keeps": False},
+        "Fit without momentum and `keep_optimizer_state=True`.",
+    ),
     "APFL with accumulated gradients": Row(
         lambda lab, every, size: fit_with(
             lab, APFL, stream={"batch_size": size}, trainer_args={"accumulate_grad_batches": every}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import reduce
 from typing import Any, ClassVar
 
 import lightning.pytorch as L
@@ -62,6 +63,21 @@ def local_gradient_weight(group: Mapping[str, Any], steps: int) -> float:
         velocity = momentum * velocity + 1
         total += 1 + momentum * velocity if nesterov else velocity
     return total
+
+
+def initial_velocity_weight(group: Mapping[str, Any], steps: int) -> float:
+    """Return the weight of the initial velocity in the change by ``steps`` SGD steps, in units of the learning rate.
+
+    The velocity is the momentum buffer of `torch.optim.SGD`. With momentum rho and K steps, the weight is
+    ``rho + rho^2 + ... + rho^K``. With Nesterov's momentum, the weight is multiplied by rho.
+
+    Example:
+        >>> initial_velocity_weight({"lr": 0.1}, 3), initial_velocity_weight({"momentum": 0.5}, 3)
+        (0.0, 0.875)
+    """
+    momentum = group.get("momentum", 0.0)
+    weight: float = sum(momentum ** (step + 1) for step in range(steps))
+    return weight * momentum if group.get("nesterov", False) else weight
 
 
 class ServerUpdateMethod(Method):
@@ -146,8 +162,10 @@ class SCAFFOLD(Method):
     to ``c_i - c + (x - y) / (K * lr)`` (equation 4, option II), where x is the model that it received. The client
     uploads its model, and the change of c_i divided by the number of the stream's clients. The server adds the uploaded
     changes to c (equation 5). So upload and download are about twice as large as in FedAvg. A client that is not
-    sampled keeps its c_i. With momentum, K is the `local_gradient_weight` of the steps. Client-local parameters have no
-    control variates. The paper's global step size is the learning rate of ``server_optimizer``.
+    sampled keeps its c_i. With momentum, K is the `local_gradient_weight` of the steps. If clients also keep their
+    optimizer state between rounds, the part of ``x - y`` that is due to the velocity at the start of the round is
+    subtracted first (see `initial_velocity_weight`). A client then also keeps this velocity. Client-local parameters
+    have no control variates. The paper's global step size is the learning rate of ``server_optimizer``.
 
     Each experience starts with c and all c_i at 0. The paper has a single task. Without the reset, c would contain the
     gradients of clients that have no samples of the experience. No client would subtract these gradients, so that they
@@ -213,11 +231,23 @@ class SCAFFOLD(Method):
         }
 
     def update_client_state(self, client: Client, trained_state: State, data: Batch) -> StateSection:
-        return (
-            client.method_state
-            if client.missed_sync
-            else {**client.method_state, **self._variates(client, trained_state)}
-        )
+        state = {**client.method_state, **self._velocities(client)}
+        return state if client.missed_sync else {**state, **self._variates(client, trained_state)}
+
+    @staticmethod
+    def _velocities(client: Client) -> StateSection:
+        """Return the velocities with which the client's next round starts. {} if each round starts without velocity."""
+        # `federation_reason` in `needs` requires a federation.
+        assert client.federation is not None
+        optimizer = client.module.trainer.optimizers[0]
+        if not (client.federation.settings.keep_optimizer_state and optimizer.param_groups[0].get("momentum")):
+            return {}
+        names = {id(parameter): name for name, parameter in client.module.named_parameters()}
+        buffers = {names[id(parameter)]: state.get("momentum_buffer") for parameter, state in optimizer.state.items()}
+        velocities = {
+            name: buffers[name] for name in strip_prefix(client.server_state, "c") if buffers.get(name) is not None
+        }
+        return with_prefix(velocities, "velocity")
 
     def _lacking(self, client: Client) -> State:
         """Return the correction ``c - c_i`` of a client's gradients, by parameter name.
@@ -238,11 +268,16 @@ class SCAFFOLD(Method):
     def _variates(self, client: Client, trained_state: State) -> StateSection:
         """Return the client's control variates after its training."""
         group = client.module.trainer.optimizers[0].param_groups[0]
-        distance, start = group["lr"] * local_gradient_weight(group, client.num_steps), client.received_state
-        lacking = self._lacking(client).items()
-        return with_prefix(
-            {name: (start[name] - trained_state[name]) / distance - value for name, value in lacking}, "c"
-        )
+        start, velocities = client.received_state, strip_prefix(client.method_state, "velocity")
+        gradient_weight = local_gradient_weight(group, client.num_steps)
+        velocity_weight = initial_velocity_weight(group, client.num_steps)
+        variates = {}
+        for name, value in self._lacking(client).items():
+            change = (start[name] - trained_state[name]) / group["lr"]
+            if name in velocities:
+                change = change - velocity_weight * velocities[name].to(change.device)
+            variates[name] = change / gradient_weight - value
+        return with_prefix(variates, "c")
 
 
 @dataclass(eq=False)
@@ -317,10 +352,12 @@ class FedNova(ServerUpdateMethod):
     model is ``x + tau * sum_k p_k (y_k - x) / tau_k``, where p_k are the client weights and tau is the weighted mean of
     the tau_k. With equal numbers of steps this is FedAvg. With unequal numbers, FedAvg would minimize the losses
     weighted by ``p_k tau_k``. A client keeps no state, and uploads one number more than in FedAvg. Client-local
-    parameters and buffers are not normalized.
+    parameters and buffers are not normalized. With an optimizer other than SGD, tau_k is the number of steps.
 
     Raises:
-        ValueError: If the server's model is not the mean of the uploads of all clients in a round.
+        ValueError: If the server's model is not the mean of the uploads of all clients in a round. Also if the
+            optimizer's parameter groups differ in momentum or ``nesterov``, if it has dampening, or if it has momentum
+            and ``keep_optimizer_state`` is True. The change of the parameters is then not proportional to ``tau_k``.
 
     Example:
         >>> FedNova().reductions
@@ -329,8 +366,28 @@ class FedNova(ServerUpdateMethod):
 
     vectorizable: ClassVar[bool] = True
 
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        settings = get_settings(trainer.optimizers[0])
+        keeps_velocity = require_federation(trainer, "FedNova", "").settings.keep_optimizer_state
+        unfit = {
+            "dampening": any(settings.get("dampening", ())),
+            "different `momentum` or `nesterov` in its parameter groups": any(
+                len({*settings.get(name, ())}) > 1 for name in ("momentum", "nesterov")
+            ),
+            "momentum and `keep_optimizer_state=True`": keeps_velocity and any(settings.get("momentum", ())),
+        }
+        for conflict in (what for what, there in unfit.items() if there):
+            raise InvalidValueError(
+                "Expected an optimizer whose change of the parameters is a sum of the round's gradients with known "
+                f"weights for `FedNova`, but got {settings['class']} with {conflict}.",
+                hint=f"Fit without {conflict}.",
+                argument="optimizer",
+                value=settings["class"],
+            )
+
     def init_server_state(self, module: L.LightningModule) -> State:
-        return {"tau": torch.ones(())}
+        dtypes = [parameter.dtype for parameter in trainable_parameters(module).values()]
+        return {"tau": torch.ones((), dtype=reduce(torch.promote_types, dtypes, torch.float32))}
 
     def transform_upload(self, client: Client, trained_state: State) -> State:
         start, tau = client.received_state, _tau(client)
@@ -340,7 +397,7 @@ class FedNova(ServerUpdateMethod):
         }
 
     def upload_statistics(self, client: Client, trained_state: State, data: Batch) -> State:
-        return {"tau": torch.tensor(_tau(client))}
+        return {"tau": torch.full_like(client.server_state["tau"], _tau(client))}
 
     def process_aggregate(self, server: Server) -> State:
         mean, previous_state = averaged_parameters(server.module), server.previous_state

@@ -28,6 +28,28 @@ def quadratic(lr=0.1, **options):
     return task
 
 
+class Slope(Regressor):
+    """A task with the loss <x, w>, whose gradient is the sample x for any parameters w."""
+
+    def sample_loss(self, output, y):
+        return output[:, 0]
+
+
+def slope(lr=0.1, **options):
+    """Return a task with three parameters in double precision and the loss <x, w>."""
+    return Slope(nn.Linear(3, 1, bias=False), 1, lambda params: torch.optim.SGD(params, lr=lr, **options)).double()
+
+
+def slope_clients(gradients, samples, rounds):
+    """Return a stream of clients with the loss <g_k, w>. Client k has ``samples[k]`` samples, in batches of 4."""
+    owner = np.repeat(np.arange(len(samples)), samples)
+    scenario = DomainIncremental(rounds_per_experience=rounds)
+    words = {"scenario": scenario, "batch_size": 4, "split": Split(test=0.0), "seed": 0}
+    return FederatedStream.from_arrays(
+        gradients[owner], np.zeros((len(owner), 1)), owner, np.zeros(len(owner), int), **words
+    )
+
+
 def clients(rounds, samples=(4, 4, 4, 4), batch_size=4, curvatures=CURVATURES):
     """Return a stream with one experience. All samples of a client are identical."""
     owner = np.repeat(np.arange(len(samples)), samples)

@@ -10,7 +10,7 @@ from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.swarm import Swarm
 from lightning_fcl.methods import Method
 
-from .quadratics import CURVATURES, TARGETS, clients, minimum, quadratic, value
+from .quadratics import CURVATURES, TARGETS, clients, minimum, quadratic, slope, slope_clients, value
 
 SAMPLES = np.array([4, 8, 16, 32])
 # Number of steps per epoch of each client, with batches of 4 samples.
@@ -93,6 +93,42 @@ def test_transform_upload_vectorizes_only_if_declared(fit, make_stream, make_tas
     assert_same(*tasks[:2], 1e-5)
     with raises(InvalidValueError, "max_vectorized_clients"):
         fit(make_task(), make_stream(), [Halves()], max_vectorized_clients=2)
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.7}, {"momentum": 0.9, "nesterov": True}])
+@pytest.mark.parametrize("weights", ["samples", "uniform"])
+def test_fednova_linear_losses_move_by_weighted_gradients(fit, options, weights):
+    """With the losses <g_k, w>, a round changes w by -lr tau sum_k p_k g_k, up to rounding in double precision."""
+    gradients, samples, lr = np.random.default_rng(0).integers(-9, 10, (3, 3)) / 8, np.array([4, 8, 20]), 0.1
+    task = slope(lr, **options)
+    start = task.model.weight.detach().clone()
+    trainer = fit(task, slope_clients(gradients, samples, rounds=1), [FedNova()], client_weights=weights, seed=0,
+                  keep_optimizer_state=not options, trainer_args={"precision": "64-true"})  # fmt: skip
+    momentum, tau = options.get("momentum", 0.0), []
+    for steps in samples // 4:
+        sums = [sum(momentum**power for power in range(step + 1)) for step in range(steps)]
+        tau.append(sum(1 + momentum * value for value in sums) if options.get("nesterov") else sum(sums))
+    p = samples / samples.sum() if weights == "samples" else np.full(3, 1 / 3)
+    expected = start - lr * float(p @ tau) * torch.from_numpy(p @ gradients)
+    torch.testing.assert_close(task.model.weight.detach(), expected, rtol=0, atol=1e-12)
+    kept_tau = trainer.strategy.server.get_section("FedNova")["tau"]
+    assert kept_tau.dtype == torch.float64 and float(kept_tau) == pytest.approx(float(p @ tau), rel=1e-12)
+
+
+def test_fednova_unsupported_optimizers_raise(fit, make_stream, make_task):
+    def groups(params):
+        first, *others = params
+        return torch.optim.SGD([{"params": [first], "momentum": 0.9}, {"params": others}], lr=0.1)
+
+    with raises(InvalidValueError, "optimizer", value="SGD"):
+        fit(make_task(groups), make_stream(), [FedNova()])
+    damped, kept = ({"momentum": 0.9, "dampening": 0.1}, {"momentum": 0.9})
+    for options, keeps in ((damped, False), (kept, True)):
+        task = make_task(lambda params, options=options: torch.optim.SGD(params, lr=0.1, **options))
+        with raises(InvalidValueError, "optimizer", value="SGD"):
+            fit(task, make_stream(), [FedNova()], keep_optimizer_state=keeps)
+    adam = make_task(lambda params: torch.optim.Adam(params))
+    fit(adam, make_stream(), [FedNova()], keep_optimizer_state=True, max_epochs=1)
 
 
 def test_fednova_with_leaving_nodes_trains(fit, make_stream, make_task):

@@ -3,6 +3,7 @@
 import copy
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -12,9 +13,9 @@ from lightning_fcl.callbacks import SCAFFOLD, ContinualMetrics
 from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.swarm import Swarm
 from lightning_fcl.methods.context import strip_prefix
-from lightning_fcl.methods.drift_correction import local_gradient_weight
+from lightning_fcl.methods.drift_correction import initial_velocity_weight, local_gradient_weight
 
-from .quadratics import clients, minimum, quadratic, value
+from .quadratics import clients, minimum, quadratic, slope, slope_clients, value
 
 UNIFORM = {"client_weights": "uniform", "seed": 0}
 ROUNDS = {"num_experiences": 1, "rounds_per_experience": 3, "shuffle": False}
@@ -134,6 +135,34 @@ def test_scaffold_heterogeneous_quadratics_reaches_minimum(fit):
     assert ends[0] == pytest.approx(minimum(), abs=1e-3) and abs(ends[1] - minimum()) > 0.1
 
 
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.7}, {"momentum": 0.9, "nesterov": True}])
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("more", [{}, {"participation": 2}, {"swarm": Swarm(missed_rounds={"1": [1, 3]})}])
+def test_scaffold_linear_losses_client_variates_equal_gradients(fit, options, keeps, more):
+    """The gradient of the loss <g_k, w> is g_k everywhere, so c_k is g_k after each upload, and c is their mean."""
+    gradients, watch = np.random.default_rng(0).integers(-9, 10, (3, 3)) / 8, Variates()
+    stream = slope_clients(gradients, (4, 8, 20), rounds=6)
+    fit(slope(**options), stream, [SCAFFOLD(), watch], keep_optimizer_state=keeps, **UNIFORM, **more,
+        trainer_args={"precision": "64-true"})  # fmt: skip
+    uploaded = set()
+    for kept, own, accepted in watch.rounds:
+        uploaded |= accepted
+        for client in uploaded:
+            expected = torch.from_numpy(gradients[[int(client)]])
+            torch.testing.assert_close(own[client]["c.model.weight"], expected, rtol=0, atol=1e-12)
+        expected_mean = torch.from_numpy(gradients[sorted(map(int, uploaded))].sum(axis=0, keepdims=True) / 3)
+        torch.testing.assert_close(kept["c.model.weight"], expected_mean, rtol=0, atol=1e-12)
+    assert len(uploaded) == 3
+
+
+@pytest.mark.seconds
+def test_scaffold_with_kept_momentum_resumed_fit_equals_uninterrupted_fit(assert_resumes, make_task):
+    def momentum(seed=0):
+        return make_task(lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9))
+
+    assert_resumes(momentum, SCAFFOLD, keep_optimizer_state=True, client_weights="uniform")
+
+
 def test_scaffold_local_parameters_have_no_variates(fit, make_stream, make_task):
     stream, bytes_of = {**ROUNDS, "num_clients": 3}, []
     for methods in ([SCAFFOLD()], []):
@@ -150,6 +179,17 @@ def test_scaffold_local_parameters_have_no_variates(fit, make_stream, make_task)
     for client in "012":
         assert bytes_of[0]["upload_bytes"][client] == 2 * bytes_of[1]["upload_bytes"][client]
         assert bytes_of[0]["download_bytes"][client] == 2 * bytes_of[1]["download_bytes"][client] + 4
+
+
+@pytest.mark.parametrize("options", [{"momentum": 0.9}, {"momentum": 0.7, "nesterov": True}, {}])
+def test_initial_velocity_weight_equals_distance_of_sgd(options):
+    p = torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.SGD([p], lr=1.0, **options)
+    optimizer.state[p]["momentum_buffer"] = -torch.ones(1)
+    for _ in range(5):
+        p.grad = torch.zeros(1)
+        optimizer.step()
+    assert initial_velocity_weight(optimizer.param_groups[0], 5) == pytest.approx(float(p), rel=1e-6)
 
 
 @pytest.mark.parametrize("options", [{"momentum": 0.9}, {"momentum": 0.7, "nesterov": True}, {}])
