@@ -44,6 +44,11 @@ class FOT(ServerUpdateMethod):
     client computes the sketch with its own model, and uploads it in a round of the experience. See
     `MethodBase.contribute_experience`.
 
+    Deviation: the energy is the squared norm of the inputs. For the share of the energy outside of the span, the
+    authors' code uses the norms without squares, and therefore adds more directions. For example, if half of the
+    energy is outside and ``eps`` is 0.95, the added directions contain 90 % of the energy of X~ here. In the authors'
+    code, they contain 93 %. The elements of the authors' Omega are from N(0, 1).
+
     Args:
         eps: Share of the energy of a layer's inputs that U should contain after each task, above 0 and at most 1.
 

@@ -171,6 +171,8 @@ class GLFC(Method):
     The teacher is the server's model from before the first client entered the newest experience. See
     `lightning_fcl.methods.teachers`. A client downloads the teacher once in each experience except the first. For
     exemplars, add `Replay` to the callbacks. The paper's detection of new tasks by entropy is not implemented.
+    Deviation: in the first task, the authors' code sets all weights w to 1. Here, the first task also has
+    `class_aware_weights`, whose mean over a batch is 1.
 
     With ``proxy_server``, the teacher is the best of the server's models in the previous experience. In its first round
     of an experience, a client selects one sample of each of its classes: the sample whose features are nearest to the

@@ -162,9 +162,10 @@ class CCVR(Method):
     schedule. If the body is frozen, the mean and the covariance are exact for all samples so far. Otherwise, the
     statistics of earlier experiences belong to features of earlier models.
 
-    HGP draws from one Gaussian per client and class. This implementation draws from one Gaussian per class. The loss is
-    the cross-entropy among the classes seen so far. With ``logit_norm``, the cross-entropy is computed on the result of
-    `decoupled_logits`. HGP uses ``logit_norm=0.1``.
+    HGP draws from one Gaussian per client and class. This implementation draws from one Gaussian per class. HGP draws
+    new feature vectors in each epoch, in batches of 256. Here they are drawn once, and a batch has 64 vectors. The loss
+    is the cross-entropy among the classes seen so far. With ``logit_norm``, the cross-entropy is computed on the result
+    of `decoupled_logits`. HGP uses ``logit_norm=0.1``.
 
     Args:
         covariance: ``"full"`` or ``"diagonal"``. With ``"diagonal"``, a client uploads only one number per feature for

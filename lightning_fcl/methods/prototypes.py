@@ -175,7 +175,8 @@ class FedProto(Method):
 def herding_selection(features: Tensor, size: int) -> Tensor:
     """Return the indices of exemplars chosen by herding (Rebuffi et al., 2017, Algorithm 4).
 
-    Each exemplar is chosen so that the mean of all chosen samples is nearest to the mean of all samples.
+    Each exemplar is chosen so that the mean of all chosen samples is nearest to the mean of all samples. Every mean is
+    divided by its norm, as the paper states in section 2.1. Deviation: the authors' code omits this division.
 
     Args:
         features: Features of the samples, shape (n, features).

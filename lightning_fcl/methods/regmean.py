@@ -45,7 +45,8 @@ class RegMean(ServerUpdateMethod):
     only the diagonal, and the merge is a weighted average of each weight separately.
 
     Args:
-        alpha: Factor of the off-diagonal values of G, from 0 to 1.
+        alpha: Factor of the off-diagonal values of G, from 0 to 1. The default of 1 gives the exact least squares
+            solution. The paper mostly uses 0.9.
 
     Raises:
         ValueError: If ``alpha`` is out of range, no layer is averaged, or the Trainer does not run a federation. Also
@@ -118,7 +119,7 @@ def zero_gram(weight: Tensor, diagonal: bool) -> Tensor:
 
 
 def pack_gram(gram: Tensor) -> Tensor:
-    """Return the upper triangle of a matrix, shape (d * (d + 1) / 2,). A diagonal, shape (d,), is returned as it is."""
+    """Return the upper triangle of a matrix, shape (d * (d + 1) / 2,). A diagonal, shape (d,), is returned unchanged."""
     return gram if gram.dim() == 1 else pack_upper(gram)
 
 

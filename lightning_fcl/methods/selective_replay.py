@@ -41,7 +41,8 @@ class DERpp(Method):
 
     A client keeps a uniform random choice of all samples that it has trained on (reservoir sampling). Each sample is
     offered once, after the client's first round with it, with the logits of the model that the client has just trained.
-    In a plain Trainer without a `FederatedStream`, each sample is offered again in each epoch. The samples and logits
+    In a plain Trainer without a `FederatedStream`, each sample is offered again in each epoch, as in the authors' code.
+    The buffer may then contain a sample several times, with different logits. The samples and logits
     stay on the client. The client uploads the same tensors as in FedAvg.
 
     Args:
@@ -233,7 +234,9 @@ class FedCBDR(Method):
     They never leave the client.
 
     Deviation: in the paper a client uploads ``P_k X_k Q``, with random orthogonal P_k and Q, and the server draws the
-    samples. The scores are identical. The paper's upload also reveals ``X_k^T X_k``, up to a rotation.
+    samples. A row of ``P_k X_k Q`` is a mixture of samples, so its leverage is not the leverage of a sample. The client
+    gets the leverage of its samples only if it multiplies the server's left singular vectors by ``P_k^T``. The paper's
+    upload also reveals ``X_k^T X_k``, up to a rotation.
 
     The logits of old classes (of earlier experiences) and of all other classes are divided by different temperatures.
     The cross-entropy of a sample is multiplied by the weight of its class. If a temperature or a weight is not 1, the

@@ -17,8 +17,9 @@ class Generator(Serializable):
     """A network that generates images from noise (Fang et al., 2019, "Data-free adversarial distillation").
 
     A linear layer creates maps whose sides are a quarter of the image's sides, rounded up. Two upsampling layers and
-    three convolutions follow. MFCL and TARGET also use this network. The last layer is a batch normalization, so the
-    training images need not be scaled to a fixed range.
+    three convolutions follow. The generators of MFCL and TARGET also have these layers. They differ in the last layer.
+    TARGET ends with a sigmoid, and MFCL with a tanh and a batch normalization. Here the last layer is a batch
+    normalization, so the training images need not be scaled to a fixed range.
 
     Args:
         size: Channels, height and width of an image, each at least 1.

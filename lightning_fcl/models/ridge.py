@@ -275,7 +275,9 @@ class GroupMoments(DoublePrecision):
         number of groups with samples of class c.
 
         The estimate is unbiased over random groupings, and exact if each group has one sample. If a class has samples
-        in only one group, the estimate uses the mean of this group.
+        in only one group, the estimate uses the mean of this group. Deviation: in the authors' code, K_c is the number
+        of all groups, which makes the estimate too small for rare classes. For example, if six of 25 groups have one
+        sample of a class each, the authors' estimate is 5/24 of the exact sum.
         """
         n, groups = self.counts.sum(dim=0).double(), (self.counts > 0).sum(dim=0)
         num_other_groups = (groups - 1).clamp(min=1)

@@ -26,7 +26,8 @@ class RidgeClassifier(RidgeTask):
         model: Network whose ``embed(x)`` returns features of shape (batch, ``features``).
         num_classes: Number of classes.
         beta: Regularization, at least 0. A list selects the value with the best predictions on the validation samples
-            after each round.
+            of all tasks after each round. The authors of RanPAC select it by the squared error on a fifth of the
+            training samples of each task.
         symmetric: Whether only the upper triangle of B is stored and uploaded.
         upload: Upload of a client. ``"statistics"``: A and B. ``"weights"``: the client's own solution. ``"moments"``:
             the sum of features and the number of samples, for each class in each random group. From the moments, the
