@@ -119,7 +119,7 @@ def zero_gram(weight: Tensor, diagonal: bool) -> Tensor:
 
 
 def pack_gram(gram: Tensor) -> Tensor:
-    """Return the upper triangle of a matrix, shape (d * (d + 1) / 2,). A diagonal, shape (d,), is returned unchanged."""
+    """Return the upper triangle of a matrix, shape (d * (d + 1) / 2,), or a diagonal, shape (d,), unchanged."""
     return gram if gram.dim() == 1 else pack_upper(gram)
 
 
