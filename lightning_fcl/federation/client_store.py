@@ -343,9 +343,11 @@ def enter_round(client_state: ClientState, experience: int, accepted: int) -> Cl
     plain = {section: memory for section, memory in client_state.items() if "/" not in section}
     if int(client_state[PROGRESS]["experience"]) != experience:
         return plain
-    state = {
-        s: client_state.get(s + WITHIN, {}) if has_result(client_state, s) else memory for s, memory in plain.items()
+    # A store need not keep empty sections, so a section with an empty result can be missing.
+    before_result = {
+        section.removesuffix(WITHIN): memory for section, memory in client_state.items() if section.endswith(WITHIN)
     }
+    state = {s: {} if has_result(client_state, s) else memory for s, memory in plain.items()} | before_result
     arrived = int(client_state[PROGRESS]["rounds"][-1]) == accepted
     for section in (section for section in client_state if section.endswith((SENT, SENDING))):
         name = section.split("/")[0]

@@ -277,7 +277,7 @@ class MethodRound:
                 method, method_client, method.update_client_state(method_client, state, data)
             )
         if ends:
-            earlier = client.kept[method.section_name] if has_result(client.kept, method.section_name) else {}
+            earlier = client.kept.get(method.section_name, {}) if has_result(client.kept, method.section_name) else {}
             result = result_of(method, method_client, state, data, earlier)
             if next_round(self.stream, client_round, self.stream.plan.num_rounds) is None:
                 return {method.section_name: result}

@@ -115,6 +115,37 @@ def test_resumed_fit_resets_same_experience_state(assert_resumes, make_task, met
     assert_resumes(make_task, method, client_weights="uniform")
 
 
+class CountsRounds(Method):
+    """A method that counts the rounds of a client in an experience, and keeps nothing when the experience ends."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = []
+
+    def update_client_state(self, client, trained_state, data):
+        rounds = client.method_state.get("rounds", torch.zeros(())) + 1
+        self.counts.append((client.client_round.client_id, client.client_round.round_idx, int(rounds)))
+        return {"rounds": rounds}
+
+    def end_experience(self, client, trained_state, data):
+        return {}
+
+
+@pytest.mark.parametrize("client_store", ["memory", "disk"])
+@pytest.mark.parametrize("participation", [1.0, 2])
+def test_end_experience_empty_result_keeps_state_within_experience(
+    fit, make_stream, make_task, client_store, participation
+):
+    method = CountsRounds()
+    fit(make_task(), make_stream(rounds_per_experience=3), [method], participation=participation, seed=0,
+        client_store=client_store)  # fmt: skip
+    expected, rounds = [], {}
+    for client, round_idx, _ in method.counts:
+        rounds[client, round_idx // 3] = rounds.get((client, round_idx // 3), 0) + 1
+        expected.append((client, round_idx, rounds[client, round_idx // 3]))
+    assert method.counts == expected and max(rounds.values()) > 1
+
+
 def test_plain_trainer_fit_is_one_experience(train, make_task, samples):
     method, task = Counts(), make_task()
     for fits in (1, 2):
