@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import reduce
 from typing import Any, ClassVar
 
 import lightning.pytorch as L
@@ -24,7 +23,7 @@ from lightning_fcl.federation.server_optimizer import get_settings
 from lightning_fcl.methods.base import methods_overriding
 from lightning_fcl.methods.compose import get_methods
 from lightning_fcl.methods.context import Client, Server, Step, strip_prefix, with_prefix, zeros_like_state
-from lightning_fcl.methods.functional import trainable_parameters
+from lightning_fcl.methods.functional import scalar_dtype, trainable_parameters
 from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.regularization import summed
@@ -386,8 +385,7 @@ class FedNova(ServerUpdateMethod):
             )
 
     def init_server_state(self, module: L.LightningModule) -> State:
-        dtypes = [parameter.dtype for parameter in trainable_parameters(module).values()]
-        return {"tau": torch.ones((), dtype=reduce(torch.promote_types, dtypes, torch.float32))}
+        return {"tau": torch.ones((), dtype=scalar_dtype(module))}
 
     def transform_upload(self, client: Client, trained_state: State) -> State:
         start, tau = client.received_state, _tau(client)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import reduce
 from typing import Any
 
 import lightning.pytorch as L
@@ -57,6 +58,11 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
 def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return a module's trainable parameters by name."""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+
+def scalar_dtype(module: nn.Module) -> torch.dtype:
+    """Return the dtype for numbers that scale trainable parameters: single precision, or double if they are double."""
+    return reduce(torch.promote_types, (p.dtype for p in trainable_parameters(module).values()), torch.float32)
 
 
 def select_tensors(state: Mapping[str, Tensor], module: nn.Module) -> State:

@@ -23,7 +23,13 @@ from lightning_fcl.federation.server_optimizer import (
     with_parameters,
 )
 from lightning_fcl.methods.context import Client, strip_prefix, with_prefix
-from lightning_fcl.methods.functional import make_gradient_fn, optimized_parameters, step_along, trainable_parameters
+from lightning_fcl.methods.functional import (
+    make_gradient_fn,
+    optimized_parameters,
+    scalar_dtype,
+    step_along,
+    trainable_parameters,
+)
 from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.projection import flatten
@@ -93,7 +99,7 @@ class APFL(Method):
             return client.method_state
         personal_state = {**client.received_state, **strip_prefix(client.method_state, "v")}
         personal_entries = with_prefix({name: personal_state[name] for name in self._trainable}, "v")
-        alpha = client.method_state.get("alpha", torch.tensor(float(self.alpha0)))
+        alpha = client.method_state.get("alpha", torch.tensor(self.alpha0, dtype=scalar_dtype(client.module)))
         return {**client.method_state, **personal_entries, "alpha": alpha.clone()}
 
     def start_client(self, client: Client) -> None:
