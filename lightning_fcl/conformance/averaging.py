@@ -136,7 +136,17 @@ def _(kind: type[Method]) -> None:
         assert_close(other, heads[0], "with a different number of clients", 1e-7)
 
 
-def _is_pooled_ridge(claim: str, says: str, clients: tuple[int, ...], tasks: int, **arguments: Any) -> None:
+def is_pooled_ridge(claim: str, says: str, clients: tuple[int, ...], tasks: int, **arguments: Any) -> None:
+    """Register the statement that the classifier of ``claim`` equals ridge regression on all clients' samples.
+
+    Args:
+        claim: Name of the method.
+        says: Setting in which the two are equal.
+        clients: Numbers of clients to check.
+        tasks: Number of tasks.
+        **arguments: Arguments of the class.
+    """
+
     @statement(claim, f"{says}, the classifier equals the ridge regression on the pooled samples")
     def _(kind: type[L.LightningModule]) -> None:
         for number in clients:
@@ -146,9 +156,9 @@ def _is_pooled_ridge(claim: str, says: str, clients: tuple[int, ...], tasks: int
             assert_close({"outputs": task(x)}, {"outputs": expected_outputs}, f"with {number} clients", 1e-8)
 
 
-_is_pooled_ridge("AFL", "with 1, 3 or 50 clients, whose regularization is removed", (1, 3, 50), 1, gamma=1.0)
-_is_pooled_ridge("AnalyticFCL", "with tasks in sequence, each with new classes", (3,), 3, gamma=1.0)
-_is_pooled_ridge("FedRAN", "with full rank", (3,), 2, rank=12)
+is_pooled_ridge("AFL", "with 1, 3 or 50 clients, whose regularization is removed", (1, 3, 50), 1, gamma=1.0)
+is_pooled_ridge("AnalyticFCL", "with tasks in sequence, each with new classes", (3,), 3, gamma=1.0)
+is_pooled_ridge("FedRAN", "with full rank", (3,), 2, rank=12)
 
 
 @statement("AnalyticFCL", "the outputs for unseen classes are 0")

@@ -123,7 +123,7 @@ _never_against_the_past("AGEM")
     "Replay", "if the buffer stores all samples, each past sample joins one batch of each epoch of the next task"
 )
 def _(kind: type[Method]) -> None:
-    recorder = _Seen()
+    recorder = SeenLabels()
     train([make_method(kind, memory_size=100_000)], make_stream(clients=1), callbacks=[recorder])
     stream = make_stream(clients=1)
     stream.setup("fit")
@@ -161,7 +161,7 @@ def _(kind: type[Method]) -> None:
     assert_same(with_proxy, without_proxy, "with a proxy server", tolerance=0)
 
 
-class _Seen(Callback):
+class SeenLabels(Callback):
     """A callback that counts the labels of the batches of each round, including replay samples."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ import lightning.pytorch as L
 
 import lightning_fcl
 from lightning_fcl import methods
-from lightning_fcl.conformance import averaging, forgetting  # noqa: F401  registers the statements
+from lightning_fcl.conformance import averaging, forgetting, formulas, identities  # noqa: F401  registers the statements
 from lightning_fcl.conformance.fixtures import STATEMENTS, Implementation, NotApplicableError, Statement
 from lightning_fcl.errors import MissingValueError, UnknownNameError
 from lightning_fcl.methods.method import Method

@@ -169,7 +169,108 @@ def distils_at_once(kind):
     return DistilsAtOnce
 
 
+def keeps_its_variates(kind):
+    class KeepsItsVariates(kind):
+        of_experience = ()
+
+    return KeepsItsVariates
+
+
+def ignores_absent_clients(kind):
+    class IgnoresAbsentClients(kind):
+        def process_aggregate(self, server):
+            return super().process_aggregate(dataclasses.replace(server, participation_rate=1.0))
+
+    return IgnoresAbsentClients
+
+
+def leaves_the_mean(kind):
+    """Return a subclass whose server computes its state, but does not change the mean of the uploads."""
+
+    class LeavesTheMean(kind):
+        def process_aggregate(self, server):
+            super().process_aggregate(server)
+            return {}
+
+    return LeavesTheMean
+
+
+def ignores_the_server(kind):
+    class IgnoresTheServer(kind):
+        def extra_gradient(self, client, trained_state):
+            return 0.0
+
+    return IgnoresTheServer
+
+
+def keeps_its_first_state(kind):
+    class KeepsItsFirstState(kind):
+        def update_client_state(self, client, trained_state, data):
+            return client.method_state
+
+    return KeepsItsFirstState
+
+
+def needs_the_last_round(kind):
+    """Return a subclass whose clients keep nothing of a task if they miss its last round (of three rounds)."""
+
+    def missed(client):
+        return client.client_round.round_idx % 3 != 2
+
+    class NeedsTheLastRound(kind):
+        def end_experience(self, client, trained_state, data):
+            return client.method_state if missed(client) else super().end_experience(client, trained_state, data)
+
+    class UpdatesInTheLastRound(kind):
+        def update_client_state(self, client, trained_state, data):
+            return client.method_state if missed(client) else super().update_client_state(client, trained_state, data)
+
+    return UpdatesInTheLastRound if kind.__name__ == "LwF" else NeedsTheLastRound
+
+
+def ignores_the_own_model(kind):
+    """Return a subclass whose personal models start at the received model in each round."""
+
+    class IgnoresTheOwnModel(kind):
+        def prepare_client_state(self, client):
+            client.method_state = {}
+            return super().prepare_client_state(client)
+
+    return IgnoresTheOwnModel
+
+
+def contributes_one_client_twice(kind):
+    class ContributesOneClientTwice(kind):
+        def contribute_experience(self, client, trained_state, data):
+            factor = 2 if client.client_round.client_id == "0" else 1
+            contribution = super().contribute_experience(client, trained_state, data)
+            return {name: factor * value for name, value in contribution.items()}
+
+    return ContributesOneClientTwice
+
+
 MUTANTS = {
+    "SCAFFOLD: Algorithm 1": keeps_its_variates,
+    "SCAFFOLD: in the first round of each task": keeps_its_variates,
+    "FedDyn: the dynamic regularizer": ignores_absent_clients,
+    "FedDyn: the first round": leaves_the_mean,
+    "FedDyn: on clients with": leaves_the_mean,
+    "FedNova: changes divided": leaves_the_mean,
+    "Ditto: FedAvg, and personal": ignores_the_server,
+    "MOON: the contrastive loss": keeps_its_first_state,
+    "SI: the path integral": needs_the_last_round,
+    "EWC: a client keeps": needs_the_last_round,
+    "MAS: a client keeps": needs_the_last_round,
+    "LwF: a client keeps": needs_the_last_round,
+    "Replay: a client replays": needs_the_last_round,
+    "RegMean: the least squares": leaves_the_mean,
+    "APFL: with alpha fixed at 1": ignores_the_own_model,
+    "APFL: with alpha fixed at 0": ignores_the_own_model,
+    "FedNTD: the distillation": twice,
+    "DERpp: alpha weights": twice,
+    "CCVR: the calibrated head": contributes_one_client_twice,
+    "FOT: with eps = 1": leaves_the_mean,
+    "STSA-E": says_more,
     "GLFC: in the first task": distils_at_once,
     "AFL": weighs_by_batch,
     "AnalyticFCL: with tasks": weighs_by_batch,
