@@ -385,7 +385,7 @@ class FedNova(ServerUpdateMethod):
             )
 
     def init_server_state(self, module: L.LightningModule) -> State:
-        return {"tau": torch.ones((), dtype=scalar_dtype(module))}
+        return {"tau": torch.ones((), dtype=scalar_dtype(trainable_parameters(module)))}
 
     def transform_upload(self, client: Client, trained_state: State) -> State:
         start, tau = client.received_state, _tau(client)

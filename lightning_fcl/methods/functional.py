@@ -60,9 +60,9 @@ def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
 
-def scalar_dtype(module: nn.Module) -> torch.dtype:
-    """Return the dtype for numbers that scale trainable parameters: single precision, or double if they are double."""
-    return reduce(torch.promote_types, (p.dtype for p in trainable_parameters(module).values()), torch.float32)
+def scalar_dtype(params: Mapping[str, Tensor]) -> torch.dtype:
+    """Return the dtype for numbers that scale parameters: double precision if a parameter has it, otherwise single."""
+    return reduce(torch.promote_types, (p.dtype for p in params.values()), torch.float32)
 
 
 def select_tensors(state: Mapping[str, Tensor], module: nn.Module) -> State:

@@ -99,7 +99,7 @@ class APFL(Method):
             return client.method_state
         personal_state = {**client.received_state, **strip_prefix(client.method_state, "v")}
         personal_entries = with_prefix({name: personal_state[name] for name in self._trainable}, "v")
-        alpha = client.method_state.get("alpha", torch.tensor(self.alpha0, dtype=scalar_dtype(client.module)))
+        alpha = client.method_state.get("alpha", torch.tensor(self.alpha0, dtype=scalar_dtype(personal_entries)))
         return {**client.method_state, **personal_entries, "alpha": alpha.clone()}
 
     def start_client(self, client: Client) -> None:
