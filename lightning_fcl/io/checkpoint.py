@@ -44,6 +44,19 @@ def resolve_checkpoint(path: str | Path) -> Path:
     return download(url, cache_folder() / "checkpoints" / f"{digest}.ckpt", digest)
 
 
+def check_weights_only(weights_only: bool | None) -> None:
+    """Raise InvalidValueError if a checkpoint should be read with ``weights_only=False``, which can run code."""
+    if weights_only is False:
+        raise InvalidValueError(
+            "Expected `weights_only` to be True, but got False. False is not needed, because the checkpoints of "
+            "lightning-fcl contain only tensors and plain values. With False, reading a file can run code that the "
+            "file contains.",
+            hint="Remove `weights_only`.",
+            argument="weights_only",
+            value=weights_only,
+        )
+
+
 def require_checkpoint_file(path: str | Path) -> Path:
     """Return the local path of a checkpoint, or raise MissingFileError if there is no such file."""
     file = resolve_checkpoint(path)

@@ -26,7 +26,7 @@ from lightning_fcl.data.trainer_access import get_callbacks
 from lightning_fcl.errors import InvalidValueError, LightningFCLError, UnknownNameError
 from lightning_fcl.evaluation.results import ENVIRONMENT, LAST, find_run_folder, write_files, write_results
 from lightning_fcl.io.atomic import run_lock, write_atomic
-from lightning_fcl.io.checkpoint import newest_checkpoint, resolve_checkpoint
+from lightning_fcl.io.checkpoint import check_weights_only, newest_checkpoint, resolve_checkpoint
 from lightning_fcl.io.safe_yaml import load_yaml
 from lightning_fcl.runs.diagnosis import MODE, check_class_paths, explain_parser_error
 from lightning_fcl.runs.environment import make_environment
@@ -191,13 +191,7 @@ class FederatedCLI(LightningCLI):
                 )
         check_class_paths(config)
         if self.config.get("subcommand") and config["ckpt_path"]:
-            if config["weights_only"] is False:
-                raise InvalidValueError(
-                    "Expected `weights_only` to be true, but got false. A checkpoint may contain only tensors and "
-                    "plain values.",
-                    hint="Remove `weights_only`.",
-                    argument="weights_only",
-                )
+            check_weights_only(config["weights_only"])
             config["ckpt_path"], config["weights_only"] = str(resolve_checkpoint(config["ckpt_path"])), True
 
     def instantiate_classes(self) -> None:

@@ -19,7 +19,7 @@ from lightning_fcl.federation.aggregation import check_state, load_state_tensors
 from lightning_fcl.federation.obstacles import Obstacle, Reason
 from lightning_fcl.federation.protocols import get_ranks
 from lightning_fcl.federation.server_optimizer import OptimizerFactory, make_optimizer
-from lightning_fcl.io.checkpoint import read_checkpoint
+from lightning_fcl.io.checkpoint import check_weights_only, read_checkpoint
 from lightning_fcl.models.readout import EmbedsSamples
 from lightning_fcl.models.serialization import Serializable, build_from_config, validate_arguments
 
@@ -35,7 +35,12 @@ class Task(Serializable, L.LightningModule):
 
     @classmethod
     def load_from_checkpoint(  # type: ignore[override] # Lightning hides a class method behind a descriptor
-        cls, checkpoint_path: str | Path, map_location: Any = None, strict: bool | None = None, **arguments: object
+        cls,
+        checkpoint_path: str | Path,
+        map_location: Any = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,
+        **arguments: object,
     ) -> Self:
         """Return a task with the weights of a checkpoint.
 
@@ -46,11 +51,14 @@ class Task(Serializable, L.LightningModule):
             checkpoint_path: A file, or ``https://host/name.ckpt#sha256=...``.
             map_location: Device of the tensors, as in `torch.load`.
             strict: Whether the state must match the task. Default: the task's ``strict_loading``.
+            weights_only: None or True. A checkpoint is always read without running code.
             arguments: Arguments of the task in place of the hyperparameters with the same names.
 
         Raises:
-            ValueError: If a hyperparameter or, with ``strict``, the state does not match the task.
+            ValueError: If a hyperparameter or, with ``strict``, the state does not match the task, or if
+                ``weights_only`` is False.
         """
+        check_weights_only(weights_only)
         load_file = partial(torch.load, map_location=map_location, weights_only=True)
         checkpoint = read_checkpoint(load_file, checkpoint_path)
         hparams = checkpoint.get("hyper_parameters", {})

@@ -60,6 +60,6 @@ def test_recipe_with_command_as_class_is_rejected(tiny, tmp_path, error_of, name
 @pytest.mark.seconds
 def test_checkpoint_weights_only_false_is_rejected(tiny, tmp_path, error_of):
     words = [*tiny, "--ckpt_path", str(tmp_path / "x.ckpt"), "--weights_only", "false"]
-    assert "Expected `weights_only` to be true, but got false" in error_of(["fit", *words])
+    assert "Expected `weights_only` to be True, but got False. False is not needed" in error_of(["fit", *words])
     words = [*tiny, "--ckpt_path", "http://127.0.0.1:1/x.ckpt"]
     assert "Expected the URL of a checkpoint to end in its SHA-256" in error_of(["test", *words])

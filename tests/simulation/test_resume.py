@@ -7,12 +7,13 @@ import sys
 import time
 from typing import ClassVar
 
+import lightning.pytorch as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from raising import raises
 
-from lightning_fcl import Classifier, FederatedStream
+from lightning_fcl import Classifier, FederatedStrategy, FederatedStream
 from lightning_fcl.callbacks import (
     ContinualMetrics,
     FederatedProgressBar,
@@ -23,6 +24,7 @@ from lightning_fcl.callbacks import (
 from lightning_fcl.cli.main import main
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental
+from lightning_fcl.data.split import Split
 from lightning_fcl.errors import DamagedFileError, InvalidValueError
 from lightning_fcl.io.checkpoint import read_checkpoint
 from lightning_fcl.models import MLP
@@ -283,6 +285,30 @@ def test_resume_from_weights_only_checkpoint_raises(fit, make_stream, make_task,
     fit(make_task(), make_stream(), [saver], trainer_args={"enable_checkpointing": True})
     with raises(InvalidValueError, "ckpt_path", code="weights-only"):
         fit(make_task(), make_stream(), ckpt_path=tmp_path / "weights.ckpt")
+
+
+@pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
+def test_checkpoint_with_weights_only_false_raises_before_reading(quiet, make_stream, make_task, tmp_path, stage):
+    """Each stage rejects `weights_only=False`, also for a file that does not exist. None and True are equal."""
+    path, stream = tmp_path / "last.ckpt", make_stream(split=Split(validation=0.2, test=0.2))
+
+    def trainer():
+        return L.Trainer(strategy=FederatedStrategy(), max_epochs=1, **quiet)
+
+    first = trainer()
+    first.fit(make_task(), datamodule=stream)
+    first.save_checkpoint(path)
+    states = []
+    for weights_only in (None, True):
+        module, again = make_task(seed=3), trainer()
+        getattr(again, stage)(module, datamodule=stream, ckpt_path=path, weights_only=weights_only)
+        states.append(module.state_dict())
+    torch.testing.assert_close(*states, rtol=0, atol=0)
+    torch.testing.assert_close(states[0], first.lightning_module.state_dict(), rtol=0, atol=0)
+    for file in (path, tmp_path / "missing.ckpt"):
+        with raises(InvalidValueError, "weights_only", value=False) as caught:
+            getattr(trainer(), stage)(make_task(), datamodule=stream, ckpt_path=file, weights_only=False)
+        assert "not needed" in str(caught.value) and caught.value.hint == "Remove `weights_only`."
 
 
 def test_resume_with_random_samples_is_equal(fit, make_task, tmp_path):

@@ -66,6 +66,16 @@ def test_load_from_checkpoint_restores_task_and_weights(saved, make):
         assert type(optimizers[0]) is type(optimizers[1]) and optimizers[0].defaults == optimizers[1].defaults
 
 
+def test_load_from_checkpoint_never_runs_code_of_the_file(saved):
+    task = Classifier(MLP([6, 5, 4]), 4)
+    path = saved(task)
+    for weights_only in (None, True):
+        again = Classifier.load_from_checkpoint(path, weights_only=weights_only)
+        torch.testing.assert_close(again.state_dict(), task.state_dict(), rtol=0, atol=0)
+    with raises(InvalidValueError, "weights_only", value=False):
+        Classifier.load_from_checkpoint(path, weights_only=False)
+
+
 def test_load_from_checkpoint_continues_identically(fit, make_stream, tmp_path):
     task = Classifier(MLP([6, 5, 4]), 4, functools.partial(torch.optim.SGD, lr=0.1))
     fit(task, make_stream()).save_checkpoint(tmp_path / "last.ckpt")
