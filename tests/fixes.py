@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     EMAWeightAveraging,
     GradientAccumulationScheduler,
+    LambdaCallback,
     ModelCheckpoint,
     ModelPruning,
     SpikeDetection,
@@ -24,7 +25,7 @@ from lightning.pytorch.callbacks import (
 from torch import nn
 from torch.nn.utils import prune
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
-from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import SWALR
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from lightning_fcl import (
@@ -63,6 +64,7 @@ from lightning_fcl.callbacks import (
     LVTMethod,
     LwF,
     Replay,
+    ServerWeightAveraging,
     Unlearning,
 )
 from lightning_fcl.data.partition import IID, ByClientId, ClassSubsets, Dirichlet, Shards
@@ -170,32 +172,17 @@ def small_stream(**options):
     return FederatedStream.from_arrays(**{"x": x, "y": y, "client_ids": client, "scenario": Stationary(), **options})
 
 
-class Average(L.Callback):
-    """A callback that averages the server's model over rounds, as the hint `AVERAGE` suggests."""
-
-    def __init__(self, **options):
-        self.options = options
-
-    def on_fit_start(self, trainer, pl_module):
-        self.averaged = AveragedModel(pl_module, **self.options)
-        self.states = []
-
-    def on_train_epoch_end(self, trainer, pl_module):
-        self.averaged.update_parameters(pl_module)
-        self.states.append([value.detach().clone() for value in pl_module.parameters()])
-
-
 def fit_averaged(lab, callback, scheduler=False, mean=None, max_vectorized_clients=1):
-    task = lab.task()
+    task, states = lab.task(), []
     if scheduler:
         optimizer = sgd(task.parameters())
         schedule = SWALR(optimizer, swa_lr=0.05, anneal_epochs=2)
         task.configure_optimizers = lambda: ([optimizer], [schedule])
     stream = lab.stream(num_experiences=1, rounds_per_experience=4)
-    trainer = lab.fit(task, stream, [callback], max_vectorized_clients=max_vectorized_clients)
-    found = [value for value in callback.averaged.module.parameters()]
-    wanted = [mean(values) for values in zip(*callback.states, strict=True)]
-    assert len(callback.states) == 4 and all(map(torch.allclose, found, wanted))
+    look = LambdaCallback(on_train_epoch_end=lambda _, module: states.append([p.clone() for p in module.parameters()]))
+    trainer = lab.fit(task, stream, [callback, look], max_vectorized_clients=max_vectorized_clients)
+    wanted = [mean(values) for values in zip(*states, strict=True)]
+    assert len(states) == 4 and all(map(torch.allclose, task.parameters(), wanted))
     assert not scheduler or trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.05)
 
 
@@ -208,9 +195,6 @@ def average_newest(values):
     for value in values[1:]:
         average = 0.9 * average + 0.1 * value
     return average
-
-
-AVERAGE = "In `on_train_epoch_end` of your own callback, call `update_parameters(pl_module)` of an `AveragedModel("
 
 
 def fit_and_prune(lab, callbacks=(), pruned=False):
@@ -231,20 +215,20 @@ ROWS |= {
     "callback StochasticWeightAveraging": Row(
         fit_averaged,
         {"callback": StochasticWeightAveraging(0.1)},
-        {"callback": Average(), "scheduler": True, "mean": average_equally},
+        {"callback": ServerWeightAveraging(None), "scheduler": True, "mean": average_equally},
         "`SWALR`",
     ),
     "callback WeightAveraging": Row(
         fit_averaged,
         {"callback": WeightAveraging()},
-        {"callback": Average(), "mean": average_equally, "max_vectorized_clients": "auto"},
-        f"{AVERAGE}pl_module)`",
+        {"callback": ServerWeightAveraging(decay=None), "mean": average_equally, "max_vectorized_clients": "auto"},
+        "Use `ServerWeightAveraging(decay=None)`",
     ),
     "callback EMAWeightAveraging": Row(
         fit_averaged,
         {"callback": EMAWeightAveraging()},
-        {"callback": Average(multi_avg_fn=get_ema_multi_avg_fn(0.9)), "mean": average_newest},
-        f"{AVERAGE}pl_module, multi_avg_fn=get_ema_multi_avg_fn(0.9))`",
+        {"callback": ServerWeightAveraging(decay=0.9), "mean": average_newest},
+        "Use `ServerWeightAveraging(decay=0.9)`",
     ),
     "callback BatchSizeFinder": Row(
         lambda lab, callbacks, batch_size: fit_one_round(lab, lab.stream(batch_size=batch_size), callbacks=callbacks),

@@ -16,8 +16,8 @@ from fixes import (
 from torch import nn
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_fcl import Classifier, FederatedStream, Regressor
-from lightning_fcl.callbacks import BaseSession, ContinualMetrics, ICaRL, Replay
+from lightning_fcl import Classifier, FederatedStream, Regressor, RidgeClassifier
+from lightning_fcl.callbacks import BaseSession, ContinualMetrics, ICaRL, Replay, ServerWeightAveraging
 from lightning_fcl.callbacks.round_log import EpochLog, RoundLog
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import Stationary
@@ -104,7 +104,52 @@ class Rule(Method):
         return output
 
 
+class GrowingHead(Classifier):
+    """A classifier whose head grows in the second round."""
+
+    def on_train_epoch_start(self):
+        if self.current_epoch:
+            self.model, self.num_classes = nn.Linear(6, 5), 5
+            self.optimizers().param_groups[0]["params"] = [*self.parameters()]
+
+
+def fit_averages(lab, decays, task=None, reductions=None, methods=()):
+    callbacks = [*methods, *(ServerWeightAveraging(decay) for decay in decays)]
+    task = RidgeClassifier(MLP([6, 5, 4]), 4) if task == "ridge" else task
+    module = lab.task() if task is None else GrowingHead(nn.Linear(6, 4), 4, sgd) if task == "growing" else task
+    stream = lab.stream(num_experiences=1, rounds_per_experience=2)
+    return has_rounds(lab.fit(module, stream, callbacks, reductions=reductions), 2)
+
+
 ROWS |= {
+    "average with a decay of 1": Row(
+        fit_averages, {"decays": [1.0]}, {"decays": [0.9]}, "Use for example `decay=0.9`", argument="decay"
+    ),
+    "average with a negative decay": Row(
+        fit_averages, {"decays": [-0.5]}, {"decays": [None]}, "or `decay=None` for equal weights of all rounds."
+    ),
+    "equal weights of a growing head": Row(
+        fit_averages,
+        {"decays": [None], "task": "growing"},
+        {"decays": [0.9]},
+        "Use an exponential moving average, for example `decay=0.9`.",
+    ),
+    "two averages": Row(fit_averages, {"decays": [0.9, 0.5]}, {"decays": [0.9]}, "Remove the others."),
+    "average of a ridge regression": Row(
+        fit_averages, {"decays": [0.9], "task": "ridge"}, {"decays": []}, "Remove `ServerWeightAveraging`."
+    ),
+    "average with class means of features": Row(
+        fit_averages,
+        {"decays": [0.9], "methods": [ICaRL(12)]},
+        {"decays": []},
+        "Remove `ServerWeightAveraging` or `ICaRL`.",
+    ),
+    "average of client-local tensors": Row(
+        fit_averages,
+        {"decays": [0.9], "reductions": {"*": "local"}},
+        {"reductions": None},
+        "or remove `reductions` of the strategy.",
+    ),
     "base session of a network with few outputs": Row(
         check_session, {"classes": 4}, {"classes": 6}, "Increase the network's `num_classes`."
     ),

@@ -14,6 +14,7 @@ _get_callback, _, _callbacks = lazy_loader.attach(
         "activation_density": ["ActivationDensity"],
         "pretrain": ["BaseSession", "Pretrain"],
         "progress": ["FederatedProgressBar"],
+        "weight_averaging": ["ServerWeightAveraging"],
     },
 )
 # These names are for authors of methods. They are not callbacks.

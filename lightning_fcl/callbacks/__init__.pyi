@@ -5,3 +5,4 @@ from .continual_metrics import ContinualMetrics as ContinualMetrics
 from .pretrain import BaseSession as BaseSession
 from .pretrain import Pretrain as Pretrain
 from .progress import FederatedProgressBar as FederatedProgressBar
+from .weight_averaging import ServerWeightAveraging as ServerWeightAveraging

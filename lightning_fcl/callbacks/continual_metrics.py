@@ -20,6 +20,7 @@ from lightning_fcl.callbacks.evaluator import (
     evaluation_groups,
     is_evaluated_by_step,
 )
+from lightning_fcl.callbacks.weight_averaging import averaged_weights
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.scenarios import Plan
 from lightning_fcl.data.trainer_access import get_callbacks, require_stream
@@ -44,8 +45,9 @@ _ALWAYS = ("upload_bytes", "download_bytes", "dropped", "no_data", "missed_sync"
 class ContinualMetrics(Callback):
     """Callback that tests the models of a federation on the stream's common test set, and records the results.
 
-    The server's model is tested after aggregation. For modules that are measured by accuracy, ``record`` contains the
-    number of correct predictions for each group of test samples (a class or a domain).
+    The server's model is tested after aggregation. With `ServerWeightAveraging`, its average is tested instead. For
+    modules that are measured by accuracy, ``record`` contains the number of correct predictions for each group of test
+    samples (a class or a domain).
     `lightning_fcl.evaluation.metrics.summarize` computes every metric from ``record``. The server's accuracy is logged
     as ``server/accuracy``. In a plain Trainer, each epoch is a round, and the only model is ``"server"``.
 
@@ -215,12 +217,13 @@ class ContinualMetrics(Callback):
         # With `when="trained"`, the server is not tested while the reservoir adapts, because the readout is solved in a
         # later round.
         adapting = isinstance(pl_module, HasLocalModels) and pl_module.is_adapting
-        if self.when != "trained":
-            tested = self._aggregated(trainer, pl_module)
-        else:
-            tested, self._current = self._gathered(trainer, self._current), {}
-            if not adapting:
-                tested = {**tested, "server": self._evaluate(pl_module, "server")}
+        with averaged_weights(trainer, pl_module):
+            if self.when != "trained":
+                tested = self._aggregated(trainer, pl_module)
+            else:
+                tested, self._current = self._gathered(trainer, self._current), {}
+                if not adapting:
+                    tested = {**tested, "server": self._evaluate(pl_module, "server")}
         happened = vars(federation.server.record if federation is not None else RoundRecord())
         record_names = [*_ALWAYS, *(name for name in ("duplicate_claims", "upload_limits") if happened[name])]
         record_names += (
@@ -338,8 +341,11 @@ class ContinualMetrics(Callback):
                 for client in local_clients
             }
             self.record["client_state_bytes"] = self._gathered(trainer, nbytes_by_client)
-        if not self.evaluate_on_train:
-            return
+        if self.evaluate_on_train:
+            with averaged_weights(trainer, pl_module):
+                self.record["training"] = self._evaluate_on_train(trainer, pl_module)
+
+    def _evaluate_on_train(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Values | dict[str, int | None]:
         stream = require_stream(trainer)
         seen_rows = np.unique(np.concatenate([rows for current in stream.plan.train for rows in current.values()]))
         by_step = "measures" in self.record and not isinstance(pl_module, HasMetrics)
@@ -347,11 +353,10 @@ class ContinualMetrics(Callback):
             stream, seen_rows, pl_module.device, is_stackable=True
         )
         if "measures" in self.record:
-            self.record["training"] = learnt.evaluate(pl_module, [(0,)], self._names())
-            return
+            return learnt.evaluate(pl_module, [(0,)], self._names())
         assert isinstance(learnt, Evaluator)
         correct, steps = learnt.count_correct(pl_module, get_ranks(trainer))
-        self.record["training"] = {"correct": correct[0], "total": learnt.count_samples(steps)[0]}
+        return {"correct": correct[0], "total": learnt.count_samples(steps)[0]}
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if find_federation(trainer) is None and self.record and "training" not in self.record:

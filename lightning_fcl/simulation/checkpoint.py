@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from itertools import zip_longest
 from typing import Any
 
+from lightning_fcl.callbacks.weight_averaging import find_weight_averaging
 from lightning_fcl.data.trainer_access import require_stream
 from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.aggregation import rules_fingerprint
@@ -46,6 +47,7 @@ def federation_fingerprint(federation: Federation) -> dict[str, Any]:
         federation.local_steps.accumulate_grad_batches,
     )
     synchronization, batching = federation.participation.synchronization, federation.limits.batch_plan(stream)
+    averaging = find_weight_averaging(module.trainer)
     return {
         "model": type(module).__name__,
         "task": module.fingerprint() if isinstance(module, HasFingerprint) else {},
@@ -64,6 +66,7 @@ def federation_fingerprint(federation: Federation) -> dict[str, Any]:
         "synchronization": synchronization.fingerprint() if synchronization else None,
         "compression": codec.fingerprint() if codec is not None else None,
         "upload_transforms": [one.fingerprint() for one in server.pipeline.transforms if one is not codec],
+        "weight_averaging": averaging.fingerprint() if averaging is not None else None,
         "seed": federation.seed,
         "version of draws": RNG_VERSION,
     }

@@ -10,6 +10,7 @@ from typing import Any
 
 from lightning.pytorch.callbacks import Callback
 
+from lightning_fcl.callbacks.weight_averaging import ServerWeightAveraging
 from lightning_fcl.data.client_round import ClientRounds, current_round
 from lightning_fcl.data.trainer_access import get_callbacks
 from lightning_fcl.federation.aggregation import State, load_state_tensors
@@ -173,7 +174,7 @@ class Round:
                 federation.module, optimizers, previous_snapshot
             )
         federation.epoch_states.begin(federation.module, loose)
-        self._listeners = [one for one in methods_first(federation) if isinstance(one, ClientEndListener)]
+        self._listeners = [one for one in ordered_callbacks(federation) if isinstance(one, ClientEndListener)]
         self._watched = any(
             not isinstance(one, ClientStateReader) or one.needs_client_state(federation.module)
             for one in self._listeners
@@ -239,7 +240,7 @@ class Round:
         federation, record = self.federation, self.federation.server.record
         record.no_data = [client for client in federation.stream.plan.clients if client in self.no_data]
         federation.participation.elect_master(record, federation.stream.plan.clients)
-        for listener in methods_first(federation):
+        for listener in ordered_callbacks(federation):
             if isinstance(listener, RoundEndListener):
                 listener.on_round_end(federation.module.trainer, federation.module)
         if federation.loose is not None:
@@ -334,10 +335,13 @@ class Round:
                     listener.on_client_end(federation.module.trainer, federation.module, client)
 
 
-def methods_first(federation: Federation) -> list[Callback]:
-    """Return the Trainer's callbacks, methods first. The other callbacks then run after the methods."""
-    callbacks = get_callbacks(federation.module.trainer)
-    return sorted(callbacks, key=lambda callback: not isinstance(callback, MethodBase))
+def ordered_callbacks(federation: Federation) -> list[Callback]:
+    """Return the Trainer's callbacks: methods, then averages of the server's model, then callbacks that observe it."""
+    places = {MethodBase: 0, ServerWeightAveraging: 1}
+    return sorted(
+        get_callbacks(federation.module.trainer),
+        key=lambda callback: next((place for kind, place in places.items() if isinstance(callback, kind)), 2),
+    )
 
 
 def _upload_reachable(

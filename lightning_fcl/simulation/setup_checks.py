@@ -38,11 +38,10 @@ from lightning_fcl.validation import at_least, check_lightning_namespace, did_yo
 _MIXES_CLIENTS = "it would average the models of different clients after every step"
 
 
-def _average(extra_arguments: str = "") -> str:
+def _average(decay: float | None) -> str:
     return (
-        "Average the server's model after each round. In `on_train_epoch_end` of your own callback, call "
-        f"`update_parameters(pl_module)` of an `AveragedModel(pl_module{extra_arguments})` from "
-        "`torch.optim.swa_utils`."
+        f"Use `ServerWeightAveraging(decay={decay})` of `lightning_fcl.callbacks`, which averages the server's model "
+        "after each round."
     )
 
 
@@ -54,10 +53,10 @@ _REFUSED: dict[type[L.Callback], tuple[str, str]] = {
     ),
     StochasticWeightAveraging: (
         _MIXES_CLIENTS,
-        f"{_average()} For its learning rates, return the scheduler `SWALR` from `configure_optimizers`.",
+        f"{_average(None)} For the learning rates, return the scheduler `SWALR` from `configure_optimizers`.",
     ),
-    EMAWeightAveraging: (_MIXES_CLIENTS, _average(", multi_avg_fn=get_ema_multi_avg_fn(0.9)")),
-    WeightAveraging: (_MIXES_CLIENTS, _average()),
+    EMAWeightAveraging: (_MIXES_CLIENTS, _average(0.9)),
+    WeightAveraging: (_MIXES_CLIENTS, _average(None)),
     LearningRateFinder: (
         "it would stop within a round",
         "Compare learning rates over whole rounds, with `lightning-fcl tune`.",

@@ -17,6 +17,7 @@ from lightning.pytorch.plugins import CheckpointIO, Precision
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_fcl.callbacks.weight_averaging import averaged_weights
 from lightning_fcl.data.batching import Batch
 from lightning_fcl.data.client_loader import ClientLoader
 from lightning_fcl.data.client_round import ClientRound, current_round
@@ -33,7 +34,7 @@ from lightning_fcl.federation.settings import FederationSettings
 from lightning_fcl.federation.swarm import Swarm
 from lightning_fcl.federation.synchronization import Participation, Synchronization
 from lightning_fcl.federation.uploads import UploadTransform
-from lightning_fcl.io.checkpoint import read_checkpoint
+from lightning_fcl.io.checkpoint import check_weights_only, read_checkpoint
 from lightning_fcl.local_training.gradient_accumulation import GradientAccumulation
 from lightning_fcl.local_training.sequential import SequentialTrainer
 from lightning_fcl.local_training.vectorized import StackedPrecision, flush_denormals
@@ -369,6 +370,14 @@ class FederatedStrategy(RanksStrategy):
 
     # Checkpoints.
 
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the module's state. With `ServerWeightAveraging`, return the average of the server's model."""
+        with averaged_weights(self.federation.module.trainer, self.federation.module) as is_average:
+            state = super().lightning_module_state_dict()
+            if is_average:
+                state.update({name: value.clone() for name, value in state.items()})
+        return state
+
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
@@ -386,13 +395,7 @@ class FederatedStrategy(RanksStrategy):
         self._has_read_back = True
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        if weights_only is False:
-            raise InvalidValueError(
-                "Expected `weights_only` to be True, but got False. The checkpoints of a federation contain only "
-                "tensors and plain values, so they can always be read with `weights_only=True`.",
-                hint="Remove `weights_only`.",
-                argument="weights_only",
-            )
+        check_weights_only(weights_only)
         load = super().load_checkpoint
         checkpoint = read_checkpoint(lambda file: load(file.name, True), checkpoint_path)
         check_version(checkpoint, checkpoint_path)

@@ -160,18 +160,15 @@ def test_progress_bar_counts_batches_of_a_round(fit, make_stream, make_task, kin
 )
 @pytest.mark.callback(
     "StochasticWeightAveraging",
-    "Not supported. The callback would average models of different clients. "
-    "Update an `AveragedModel` in `on_train_epoch_end`.",
+    "Not supported. The callback would average models of different clients. Use `ServerWeightAveraging`.",
 )
 @pytest.mark.callback(
     "WeightAveraging",
-    "Not supported. The callback would average models of different clients. "
-    "Update an `AveragedModel` in `on_train_epoch_end`.",
+    "Not supported. The callback would average models of different clients. Use `ServerWeightAveraging`.",
 )
 @pytest.mark.callback(
     "EMAWeightAveraging",
-    "Not supported. The callback would average models of different clients. "
-    "Update an `AveragedModel` in `on_train_epoch_end`.",
+    "Not supported. The callback would average models of different clients. Use `ServerWeightAveraging`.",
 )
 @pytest.mark.callback(
     "SpikeDetection",
@@ -185,9 +182,9 @@ def test_progress_bar_counts_batches_of_a_round(fit, make_stream, make_task, kin
         (BatchSizeFinder(), "Set `batch_size`"),
         (ModelPruning("l1_unstructured", amount=0.5), "Prune the model after the fit"),
         (GradientAccumulationScheduler({0: 4}), "Set `accumulate_grad_batches`"),
-        (StochasticWeightAveraging(0.1), "an `AveragedModel(pl_module)` .*`SWALR`"),
-        (WeightAveraging(), "an `AveragedModel(pl_module)`"),
-        (EMAWeightAveraging(), "multi_avg_fn=get_ema_multi_avg_fn(0.9)"),
+        (StochasticWeightAveraging(0.1), "`ServerWeightAveraging(decay=None)` .*`SWALR`"),
+        (WeightAveraging(), "`ServerWeightAveraging(decay=None)`"),
+        (EMAWeightAveraging(), "`ServerWeightAveraging(decay=0.9)`"),
         (SpikeDetection(), '`FederatedStrategy(reductions={"*": "median"})`'),
     ],
     ids=lambda value: type(value).__name__,
