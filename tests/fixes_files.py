@@ -38,7 +38,7 @@ from lightning_fcl.deployment.node import client_state_folder
 from lightning_fcl.deployment.node_data import read_data, set_server_data, split_file, write_split
 from lightning_fcl.deployment.node_recipe import client_plan, make_outline, read_recipe
 from lightning_fcl.deployment.upload_validation import Upload, UploadLimits, decode_upload, parse_file_name
-from lightning_fcl.edge.export import export_onnx
+from lightning_fcl.edge.export import export_int8_onnx, export_onnx
 from lightning_fcl.edge.report import device_report
 from lightning_fcl.errors import (
     ConnectionFailedError,
@@ -938,8 +938,28 @@ class Wrong(nn.Module):
 LINEAR, EXAMPLE = nn.Linear(2, 1), torch.zeros(3, 2)
 
 
-def export(lab, module=LINEAR, example=EXAMPLE, tolerance=1e-4):
-    return export_onnx(module, example, lab.folder / "net.onnx", tolerance=tolerance)
+def export(lab, module=LINEAR, example=EXAMPLE, tolerance=1e-4, output_names=None):
+    return export_onnx(module, example, lab.folder / "net.onnx", tolerance=tolerance, output_names=output_names)
+
+
+class Returns(nn.Module):
+    """A module that returns a function of its input."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def export_int8(lab, scores):
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8, 3))
+    module = nn.Sequential(layers, Returns(lambda x: {"double": 2 * x, "logits": x}))
+    return export_int8_onnx(
+        module, torch.rand(8, 1, 4, 4), torch.rand(4, 1, 4, 4), lab.folder / "net.onnx", 0, None, scores
+    )
 
 
 if find_spec("onnxruntime"):
@@ -956,6 +976,85 @@ if find_spec("onnxruntime"):
             {"module": Wrong(), "tolerance": 0.001},
             {"tolerance": 0.1},
             "Raise `tolerance`",
+        ),
+        "export of a number": Row(
+            export,
+            {"module": Returns(lambda x: (x, 1))},
+            {"module": Returns(lambda x: (x, x.new_ones(1)))},
+            "Wrap the module in a module that returns only tensors.",
+            InvalidTypeError,
+        ),
+        "export of no tensor": Row(
+            export,
+            {"module": Returns(lambda x: {})},
+            {"module": Returns(lambda x: {"sum": x.sum(1)})},
+            "Wrap the module in a module that returns only tensors.",
+            InvalidTypeError,
+        ),
+        "export of complex numbers": Row(
+            export,
+            {"module": Returns(lambda x: torch.complex(x, x))},
+            {"module": Returns(lambda x: torch.view_as_real(torch.complex(x, x)))},
+            "or `torch.view_as_real(output)` for complex numbers.",
+            InvalidTypeError,
+        ),
+        "export of bfloat16": Row(
+            export,
+            {"module": Returns(lambda x: x.bfloat16())},
+            {"module": Returns(lambda x: x.bfloat16().float())},
+            "Return `output.float()`",
+            InvalidTypeError,
+        ),
+        "export of equal names": Row(
+            export,
+            {"module": Returns(lambda x: {"a": [x], "a_0": x})},
+            {"module": Returns(lambda x: {"a": [x], "b": x})},
+            "Rename one of the keys or fields that `forward` returns.",
+        ),
+        "export with too few names": Row(
+            export,
+            {"module": Returns(lambda x: {"a": x, "b": x + 1}), "output_names": ["c"]},
+            {"output_names": ["a", "b"]},
+            "Pass for example `output_names=['a', 'b']`, or `--output-names a,b`.",
+            argument="output_names",
+        ),
+        "export of an output with the name of the input": Row(
+            export,
+            {"module": Returns(lambda x: {"input": x + 1})},
+            {"output_names": ["input_output"]},
+            "Pass for example `output_names=['input_output']`",
+        ),
+        "export with several inputs": Row(
+            export,
+            {"module": nn.Bilinear(1, 1, 2), "example": (torch.rand(3, 1), torch.rand(3, 1))},
+            {
+                "module": nn.Sequential(Returns(lambda x: x[:, :1] * x[:, 1:]), nn.Linear(1, 2)),
+                "example": torch.rand(3, 2),
+            },
+            "Wrap the module in a module that takes one tensor and splits it.",
+            InvalidTypeError,
+            "example",
+        ),
+        "int8 export of several outputs": Row(
+            export_int8,
+            {"scores": None},
+            {"scores": "logits"},
+            "Pass the name of the output with the class scores in `scores`",
+            argument="scores",
+        ),
+        "command that exports names to ExecuTorch": Row(
+            command,
+            {"words": "export run --format executorch --output-names a", "prepare": with_run},
+            {"words": "export run --output-names a"},
+            "Remove `--output-names`, or use `--format onnx`.",
+            argument="--output-names",
+        ),
+        "command that exports scores without int8": Row(
+            command,
+            {"words": "export run --scores output", "prepare": with_run},
+            {"words": "export run"},
+            "Add `--int8`, or remove `--scores`.",
+            argument="--scores",
         ),
     }
 
@@ -1850,6 +1949,6 @@ def version():
     return __version__
 
 
-SECONDS = {command, export, publish_run, fit_callbacks, fit_clients, fit_clock, fit_words, recipe}
+SECONDS = {command, export, export_int8, publish_run, fit_callbacks, fit_clients, fit_clock, fit_words, recipe}
 SECONDS |= {run_twice, table_of, table_rows, tune, changed_search}
 """Functions that take at least 0.5 s."""

@@ -137,6 +137,12 @@ class Export(Command):
         )
         parser.add_argument("--int8", action="store_true", help="also write ONNX with 8-bit convolutions")
         parser.add_argument("--out", type=Path, help="set the output folder (default: RUN/export)")
+        parser.add_argument(
+            "--output-names", metavar="A,B", help="set the names of the outputs in ONNX files (default: from the model)"
+        )
+        parser.add_argument(
+            "--scores", metavar="NAME", help="set the output with the class scores, for --int8 and several outputs"
+        )
 
     def run(self, options: Namespace) -> None:
         import numpy as np
@@ -151,6 +157,22 @@ class Export(Command):
         from lightning_fcl.zoo.registry import list_models
         from lightning_fcl.zoo.verifying import recipe_parts
 
+        if options.output_names is not None and options.format != "onnx":
+            raise InvalidValueError(
+                "Expected no `--output-names` with `--format executorch`, because ExecuTorch programs have no names of "
+                f"outputs, but got {options.output_names}.",
+                hint="Remove `--output-names`, or use `--format onnx`.",
+                argument="--output-names",
+                value=options.output_names,
+            )
+        if options.scores is not None and not options.int8:
+            raise InvalidValueError(
+                f"Expected `--int8` together with `--scores`, but got only `--scores {options.scores}`.",
+                hint="Add `--int8`, or remove `--scores`.",
+                argument="--scores",
+                value=options.scores,
+            )
+        output_names = None if options.output_names is None else options.output_names.split(",")
         name = str(options.run)
         if not options.run.exists() and name.partition("@")[0] in list_models():
             published = load(name)
@@ -173,13 +195,25 @@ class Export(Command):
         backbone = getattr(getattr(parts.model, "model", None), "backbone", None)
         if isinstance(backbone, nn.Module):
             modules["backbone"] = backbone
-        write, ending = (export_onnx, "onnx") if options.format == "onnx" else (export_executorch, "pte")
+        folder = options.out or options.run / "export"
         for name, module in modules.items():
-            file = (options.out or options.run / "export") / f"{name}.{ending}"
-            difference = write(module, example[:8], file)
+            if options.format == "onnx":
+                file = folder / f"{name}.onnx"
+                names = output_names if name == "classifier" else None
+                difference = export_onnx(module, example[:8], file, output_names=names)
+            else:
+                file = folder / f"{name}.pte"
+                difference = export_executorch(module, example[:8], file)
             print(f"{file}  {file.stat().st_size} bytes, outputs within {difference:.1e} of PyTorch")
         if options.int8:
-            file = (options.out or options.run / "export") / "classifier-int8.onnx"
+            file = folder / "classifier-int8.onnx"
             train = np.concatenate([own for clients in stream.plan.train for own in clients.values()])
-            share = export_int8_onnx(modules["classifier"], inputs(train), example, file)
+            share = export_int8_onnx(
+                modules["classifier"],
+                inputs(train),
+                example,
+                file,
+                output_names=output_names,
+                scores=options.scores,
+            )
             print(f"{file}  {file.stat().st_size} bytes, {share:.0%} of {len(example)} predictions equal to PyTorch")

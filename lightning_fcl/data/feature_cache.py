@@ -91,9 +91,8 @@ class BackboneAndModule(nn.Module):
         super().__init__()
         self.backbone, self.module = _backbone(backbone), module
 
-    def forward(self, x: Tensor) -> Tensor:
-        outputs: Tensor = self.module(self.backbone.embed(x))
-        return outputs
+    def forward(self, x: Tensor) -> object:
+        return self.module(self.backbone.embed(x))
 
 
 def iter_images(samples: Samples, num_workers: int = 0) -> Iterator[Tensor]:

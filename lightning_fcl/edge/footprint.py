@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fcl.edge.macs import Layer, LayerRecorder, flop_counter, only_trained
+from lightning_fcl.edge.outputs import get_outputs, iter_leaves
 from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.aggregation import (
     Reduction,
@@ -113,6 +114,7 @@ def measure_footprint(module: nn.Module, input_shape: Sequence[int], rules: Redu
 
     Raises:
         ValueError: If the module does not accept samples of this shape.
+        TypeError: If the module returns no tensor, also not in dicts, lists, tuples or dataclasses.
     """
     reductions = get_reductions(module, rules)
     if isinstance(module, ReservoirTask):
@@ -136,6 +138,8 @@ def measure_footprint(module: nn.Module, input_shape: Sequence[int], rules: Redu
             hint="Pass the shape of a sample without the batch dimension, as in `input_shape=(1, 64, 48)` or "
             "`--input 1,64,48`.",
         ) from error
+    if not any(isinstance(leaf, Tensor) for _, leaf in iter_leaves(recorder.returned)):
+        get_outputs(recorder.returned)  # Raises an error. Without outputs, no layer would be trained.
     folded = {
         norm: layer
         for norm, layer in recorder.folded.items()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
+
+from lightning_fcl.edge.outputs import iter_leaves
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class LayerRecorder:
     - ``folded``: The convolution or linear layer before each batch normalization, by name.
     - ``in_place``: Layers without ``kernel_size`` whose input and output have equal sizes, such as elementwise layers.
     - ``uncounted``: The layers with weight matrices whose MACs are not known.
+    - ``returned``: The output of the module.
     - ``frozen`` and ``learnt``: The MACs of the forward pass of the frozen part M_F and of the trained part M_T.
     """
 
@@ -80,6 +83,7 @@ class LayerRecorder:
         self.in_place: set[str] = set()
         self.uncounted: set[str] = set()
         self.frozen = self.learnt = 0
+        self.returned: object = None
         self._before = 0
         # Each output tensor, with the name and the module of the layer that returned the tensor.
         self._makers: list[tuple[Tensor, str, nn.Module]] = []
@@ -93,7 +97,8 @@ class LayerRecorder:
             handles.append(leaf.register_forward_hook(self._hook(name), with_kwargs=True))
         try:
             with self.counter:
-                outputs = [output for output in _tensors(self.module(sample)) if output.requires_grad]
+                self.returned = self.module(sample)
+                outputs = [output for output in _tensors(self.returned) if output.requires_grad]
                 forward = self.counter.get_total_flops() // 2
                 # MACs of operations outside of layers.
                 rest = forward - self.frozen - self.learnt
@@ -184,10 +189,6 @@ def flop_counter() -> FlopCounterMode:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _tensors(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
+    for _, leaf in iter_leaves(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
