@@ -153,7 +153,7 @@ def export_int8_onnx(
     with torch.no_grad():
         outputs = [*get_outputs(module(example.cpu())).items()]
     names = check_output_names(output_names, dict(outputs), reserved=_INPUT)
-    place = _find_scores(scores, names, [output for _, output in outputs])
+    position = _find_scores(scores, names, [output for _, output in outputs])
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, atomic_path(path) as partial:
         plain, folded = Path(folder, "plain.onnx"), Path(folder, "folded.onnx")
@@ -172,7 +172,7 @@ def export_int8_onnx(
                 # 256 levels would represent values that clipping removes.
                 op_types_to_quantize=["Conv", "Clip", "Relu"],
             )
-        matches = outputs[place][1].argmax(dim=1) == _run_onnx(partial, example)[place].argmax(dim=1)
+        matches = outputs[position][1].argmax(dim=1) == _run_onnx(partial, example)[position].argmax(dim=1)
         if (share := float(matches.double().mean())) < agreement:
             raise InvalidValueError(
                 f"Expected a share of at least {agreement} of the predictions to equal PyTorch's predictions, but the "
@@ -187,8 +187,8 @@ def export_int8_onnx(
 def _find_scores(scores: str | None, names: Sequence[str], outputs: Sequence[Tensor]) -> int:
     """Return the position of the output with the class scores."""
     name = names[0] if scores is None and len(names) == 1 else scores
-    place = names.index(name) if name in names else None
-    if place is None or outputs[place].dim() != 2:
+    position = names.index(name) if name in names else None
+    if position is None or outputs[position].dim() != 2:
         shapes = ", ".join(f"`{own}` {tuple(output.shape)}" for own, output in zip(names, outputs, strict=True))
         raise InvalidValueError(
             f"Expected `scores` to be the name of an output of shape (batch, classes), but got {scores}. The outputs "
@@ -197,7 +197,7 @@ def _find_scores(scores: str | None, names: Sequence[str], outputs: Sequence[Ten
             argument="scores",
             value=scores,
         )
-    return place
+    return position
 
 
 def _run_onnx(file: Path, batch: Tensor) -> list[Tensor]:
@@ -324,10 +324,12 @@ def _keep_if_equal(
         for batch in batches:
             with torch.no_grad():
                 outputs = get_outputs(module(batch))
-            for (name, expected), found in zip(outputs.items(), run(partial, batch), strict=True):
+            for (name, expected), computed in zip(outputs.items(), run(partial, batch), strict=True):
                 # `max` would ignore NaN.
                 differences[name] = (
-                    torch.tensor([differences.get(name, 0.0), largest_difference(expected, found)], dtype=torch.float64)
+                    torch.tensor(
+                        [differences.get(name, 0.0), largest_difference(expected, computed)], dtype=torch.float64
+                    )
                     .max()
                     .item()
                 )

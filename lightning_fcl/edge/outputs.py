@@ -27,18 +27,18 @@ def iter_leaves(value: object, path: tuple[str, ...] = ()) -> Iterator[tuple[tup
         [('logits',), ('states', '0'), ('states', '2')]
     """
     if isinstance(value, Mapping):
-        parts = [(str(key), part) for key, part in value.items()]
+        parts = [(str(key), item) for key, item in value.items()]
     elif is_dataclass(value) and not isinstance(value, type):
         parts = [(one.name, getattr(value, one.name)) for one in fields(value)]
     elif isinstance(value, list | tuple):
         names = getattr(value, "_fields", range(len(value)))
-        parts = [(str(name), part) for name, part in zip(names, value, strict=True)]
+        parts = [(str(name), item) for name, item in zip(names, value, strict=True)]
     else:
         if value is not None:
             yield path, value
         return
-    for name, part in parts:
-        yield from iter_leaves(part, (*path, name))
+    for name, item in parts:
+        yield from iter_leaves(item, (*path, name))
 
 
 def get_outputs(value: object) -> dict[str, Tensor]:
@@ -122,17 +122,21 @@ def check_output_names(names: Sequence[str] | None, outputs: Mapping[str, Tensor
     Raises:
         InvalidValueError: If the number of names is wrong, or names are empty, equal, or equal to ``reserved``.
     """
-    chosen = [*outputs] if names is None or isinstance(names, str) else [*names]
-    if isinstance(names, str) or len(chosen) != len(outputs) or len({*chosen, "", reserved}) != len(chosen) + 2:
+    file_names = [*outputs] if names is None or isinstance(names, str) else [*names]
+    if (
+        isinstance(names, str)
+        or len(file_names) != len(outputs)
+        or len({*file_names, "", reserved}) != len(file_names) + 2
+    ):
         valid_names = [f"{name}_output" if name == reserved else name for name in outputs]
         raise InvalidValueError(
             f"Expected `output_names` to be {len(outputs)} different names other than `{reserved}`, for the outputs "
-            f"{format_code_names(outputs)}, but got {names if names is not None else chosen}.",
+            f"{format_code_names(outputs)}, but got {names if names is not None else file_names}.",
             hint=f"Pass for example `output_names={valid_names}`, or `--output-names {','.join(valid_names)}`.",
             argument="output_names",
             value=names,
         )
-    return chosen
+    return file_names
 
 
 def rename_values(graph: GraphProto, new_names: Mapping[str, str]) -> None:
@@ -152,15 +156,15 @@ def rename_values(graph: GraphProto, new_names: Mapping[str, str]) -> None:
                 rename_values(subgraph, new_names)
 
 
-def largest_difference(expected: Tensor, found: Tensor) -> float:
+def largest_difference(expected: Tensor, computed: Tensor) -> float:
     """Return the largest absolute difference. Infinity if shapes or dtypes differ. Equal infinities do not differ.
 
     Example:
         >>> largest_difference(torch.tensor([1.0, -torch.inf]), torch.tensor([1.5, -torch.inf]))
         0.5
     """
-    if expected.shape != found.shape or expected.dtype != found.dtype:
+    if expected.shape != computed.shape or expected.dtype != computed.dtype:
         return math.inf
     expected = expected.detach()
-    differences = (expected.double() - found.double()).abs()
-    return float(differences.where(expected != found, 0.0).max()) if differences.numel() else 0.0
+    differences = (expected.double() - computed.double()).abs()
+    return float(differences.where(expected != computed, 0.0).max()) if differences.numel() else 0.0
