@@ -28,18 +28,18 @@ class _Scaffold(ReferenceRule):
     def start_experience(self) -> None:
         self.memory, self._c, self._change = {}, torch.zeros(()), torch.zeros(())
 
-    def gradient(self, memory: dict[str, Tensor], received: Tensor, w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    def gradient(self, memory: dict[str, Tensor], w_server: Tensor, w: Tensor, x: Tensor, y: Tensor) -> Tensor:
         return task_gradient(w, x, y) - memory.get("c", torch.zeros(())) + self._c
 
-    def upload(self, memory: dict[str, Tensor], received: Tensor, w: Tensor, steps: int, x: Tensor) -> Tensor:
+    def upload(self, memory: dict[str, Tensor], w_server: Tensor, w: Tensor, steps: int, x: Tensor) -> Tensor:
         previous = memory.get("c", torch.zeros(()))
-        memory["c"] = previous - self._c + (received - w) / (RATE * self.gradient_weight(steps))
+        memory["c"] = previous - self._c + (w_server - w) / (RATE * self.gradient_weight(steps))
         self._change = self._change + (memory["c"] - previous) / NUM_CLIENTS
         return w
 
-    def aggregate(self, received: Tensor, uploads: list[Tensor]) -> Tensor:
+    def aggregate(self, w_server: Tensor, uploads: list[Tensor]) -> Tensor:
         self._c, self._change = self._c + self._change, torch.zeros(())
-        return super().aggregate(received, uploads)
+        return super().aggregate(w_server, uploads)
 
 
 @dataclass
@@ -49,41 +49,41 @@ class _FedDyn(ReferenceRule):
     def start_experience(self) -> None:
         self.memory, self._total = {}, torch.zeros(())
 
-    def gradient(self, memory: dict[str, Tensor], received: Tensor, w: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        return task_gradient(w, x, y) - memory.get("g", torch.zeros(())) + self.alpha * (w - received)
+    def gradient(self, memory: dict[str, Tensor], w_server: Tensor, w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        return task_gradient(w, x, y) - memory.get("g", torch.zeros(())) + self.alpha * (w - w_server)
 
-    def upload(self, memory: dict[str, Tensor], received: Tensor, w: Tensor, steps: int, x: Tensor) -> Tensor:
-        memory["g"] = memory.get("g", torch.zeros(())) - self.alpha * (w - received)
-        self._total = self._total + (w - received) / NUM_CLIENTS
+    def upload(self, memory: dict[str, Tensor], w_server: Tensor, w: Tensor, steps: int, x: Tensor) -> Tensor:
+        memory["g"] = memory.get("g", torch.zeros(())) - self.alpha * (w - w_server)
+        self._total = self._total + (w - w_server) / NUM_CLIENTS
         return w
 
-    def aggregate(self, received: Tensor, uploads: list[Tensor]) -> Tensor:
-        return super().aggregate(received, uploads) + self._total
+    def aggregate(self, w_server: Tensor, uploads: list[Tensor]) -> Tensor:
+        return super().aggregate(w_server, uploads) + self._total
 
 
 @dataclass
 class _FedNova(ReferenceRule):
-    def upload(self, memory: dict[str, Tensor], received: Tensor, w: Tensor, steps: int, x: Tensor) -> Tensor:
+    def upload(self, memory: dict[str, Tensor], w_server: Tensor, w: Tensor, steps: int, x: Tensor) -> Tensor:
         weight = self.gradient_weight(steps)
-        return torch.cat([(w - received) / weight, torch.tensor([weight], dtype=w.dtype)])
+        return torch.cat([(w - w_server) / weight, torch.tensor([weight], dtype=w.dtype)])
 
-    def aggregate(self, received: Tensor, uploads: list[Tensor]) -> Tensor:
+    def aggregate(self, w_server: Tensor, uploads: list[Tensor]) -> Tensor:
         mean = torch.stack(uploads).mean(dim=0)
-        return received + mean[-1] * mean[:-1]
+        return w_server + mean[-1] * mean[:-1]
 
 
 @dataclass
 class _Ditto(ReferenceRule):
     strength: float = 0.0
 
-    def gradient(self, memory: dict[str, Tensor], received: Tensor, w: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        v = memory.get("v", received)
-        step = task_gradient(v, x, y) + self.strength * (v - received)
+    def gradient(self, memory: dict[str, Tensor], w_server: Tensor, w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        v = memory.get("v", w_server)
+        step = task_gradient(v, x, y) + self.strength * (v - w_server)
         memory["velocity"] = self.momentum * memory.get("velocity", torch.zeros(())) + step
         memory["v"] = v - RATE * memory["velocity"]
         return task_gradient(w, x, y)
 
-    def upload(self, memory: dict[str, Tensor], received: Tensor, w: Tensor, steps: int, x: Tensor) -> Tensor:
+    def upload(self, memory: dict[str, Tensor], w_server: Tensor, w: Tensor, steps: int, x: Tensor) -> Tensor:
         del memory["velocity"]
         return w
 
@@ -93,18 +93,20 @@ class _Moon(ReferenceRule):
     mu: float = 0.0
     temperature: float = 1.0
 
-    def gradient(self, memory: dict[str, Tensor], received: Tensor, w: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        positive, negative = (reference_features(model, x) for model in (received, memory.get("own", received)))
+    def gradient(self, memory: dict[str, Tensor], w_server: Tensor, w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        positive, negative = (reference_features(model, x) for model in (w_server, memory.get("own", w_server)))
 
         def loss(value: Tensor) -> Tensor:
             features = reference_features(value, x)
-            near, far = (torch.cosine_similarity(features, other) / self.temperature for other in (positive, negative))
-            contrast = -(near.exp() / (near.exp() + far.exp())).log()
+            similarity, other_similarity = (
+                torch.cosine_similarity(features, other) / self.temperature for other in (positive, negative)
+            )
+            contrast = -(similarity.exp() / (similarity.exp() + other_similarity.exp())).log()
             return F.cross_entropy(reference_logits(value, x), y) + self.mu * contrast.mean()
 
         return loss_gradient(loss, w)
 
-    def upload(self, memory: dict[str, Tensor], received: Tensor, w: Tensor, steps: int, x: Tensor) -> Tensor:
+    def upload(self, memory: dict[str, Tensor], w_server: Tensor, w: Tensor, steps: int, x: Tensor) -> Tensor:
         memory["own"] = w
         return w
 
@@ -121,15 +123,15 @@ class _Si(ReferenceRule):
             memory["importance"] = memory.get("importance", torch.zeros(())) + importance
             memory["center"] = memory.pop("last")
 
-    def gradient(self, memory: dict[str, Tensor], received: Tensor, w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    def gradient(self, memory: dict[str, Tensor], w_server: Tensor, w: Tensor, x: Tensor, y: Tensor) -> Tensor:
         if "importance" not in memory:
             return task_gradient(w, x, y)
         return task_gradient(w, x, y) + self.strength * memory["importance"] * (w - memory["center"])
 
-    def after_step(self, memory: dict[str, Tensor], before: Tensor, w: Tensor, x: Tensor, y: Tensor) -> None:
-        change = w - before
+    def after_step(self, memory: dict[str, Tensor], w_previous: Tensor, w: Tensor, x: Tensor, y: Tensor) -> None:
+        change = w - w_previous
         zeros = torch.zeros_like(w)
-        memory["decrease"] = memory.get("decrease", zeros) - task_gradient(before, x, y) * change
+        memory["decrease"] = memory.get("decrease", zeros) - task_gradient(w_previous, x, y) * change
         memory["moved"] = memory.get("moved", zeros) + change
         memory["last"] = w
 
@@ -138,7 +140,7 @@ class _Si(ReferenceRule):
 class _RegMean(ReferenceRule):
     alpha: float = 1.0
 
-    def upload(self, memory: dict[str, Tensor], received: Tensor, w: Tensor, steps: int, x: Tensor) -> Tensor:
+    def upload(self, memory: dict[str, Tensor], w_server: Tensor, w: Tensor, steps: int, x: Tensor) -> Tensor:
         parameters, pieces = unflatten(w), [w]
         for layer, inputs in (("body.0", x), ("head", reference_features(w, x))):
             rows = F.pad(inputs, (0, 1), value=1.0)
@@ -148,8 +150,8 @@ class _RegMean(ReferenceRule):
             pieces += [gram.flatten(), (matrix @ gram).flatten()]
         return torch.cat(pieces)
 
-    def aggregate(self, received: Tensor, uploads: list[Tensor]) -> Tensor:
-        mean, parameters = torch.stack(uploads).mean(dim=0)[len(received) :], unflatten(received.clone())
+    def aggregate(self, w_server: Tensor, uploads: list[Tensor]) -> Tensor:
+        mean, parameters = torch.stack(uploads).mean(dim=0)[len(w_server) :], unflatten(w_server.clone())
         for layer in ("body.0", "head"):
             outputs, inputs = parameters[f"{layer}.weight"].shape
             size = inputs + 1
@@ -164,14 +166,14 @@ class _FedNtd(ReferenceRule):
     beta: float = 0.0
     temperature: float = 1.0
 
-    def gradient(self, memory: dict[str, Tensor], received: Tensor, w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    def gradient(self, memory: dict[str, Tensor], w_server: Tensor, w: Tensor, x: Tensor, y: Tensor) -> Tensor:
         # Columns of the classes that are not the sample's true class.
-        others = torch.tensor([[label for label in range(CLASSES) if label != true] for true in y.tolist()])
-        teacher = (reference_logits(received, x).gather(1, others) / self.temperature).softmax(dim=1)
+        not_true = torch.tensor([[label for label in range(CLASSES) if label != true] for true in y.tolist()])
+        teacher = (reference_logits(w_server, x).gather(1, not_true) / self.temperature).softmax(dim=1)
 
         def loss(value: Tensor) -> Tensor:
             logits = reference_logits(value, x)
-            student = (logits.gather(1, others) / self.temperature).log_softmax(dim=1)
+            student = (logits.gather(1, not_true) / self.temperature).log_softmax(dim=1)
             divergence = (teacher * (teacher.log() - student)).sum(dim=1).mean()
             return F.cross_entropy(logits, y) + self.beta * self.temperature**2 * divergence
 
@@ -183,15 +185,15 @@ class _Apfl(ReferenceRule):
     alpha0: float = 0.5
     alpha_lr: float = 0.0
 
-    def gradient(self, memory: dict[str, Tensor], received: Tensor, w: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        v, alpha = memory.get("v", received), memory.get("alpha", torch.tensor(self.alpha0).double())
+    def gradient(self, memory: dict[str, Tensor], w_server: Tensor, w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        v, alpha = memory.get("v", w_server), memory.get("alpha", torch.tensor(self.alpha0).double())
         mixed_gradient = task_gradient(alpha * v + (1 - alpha) * w, x, y)
         memory["velocity"] = self.momentum * memory.get("velocity", torch.zeros(())) + alpha * mixed_gradient
         memory["v"] = v - RATE * memory["velocity"]
         memory["alpha"] = (alpha - self.alpha_lr * (v - w) @ mixed_gradient).clamp(0, 1)
         return task_gradient(w, x, y)
 
-    def upload(self, memory: dict[str, Tensor], received: Tensor, w: Tensor, steps: int, x: Tensor) -> Tensor:
+    def upload(self, memory: dict[str, Tensor], w_server: Tensor, w: Tensor, steps: int, x: Tensor) -> Tensor:
         del memory["velocity"]
         return w
 
@@ -215,7 +217,7 @@ class _Ewc(ReferenceRule):
         """Return the importance of the parameters for one sample."""
         return task_gradient(w, x, y).square()
 
-    def gradient(self, memory: dict[str, Tensor], received: Tensor, w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    def gradient(self, memory: dict[str, Tensor], w_server: Tensor, w: Tensor, x: Tensor, y: Tensor) -> Tensor:
         if "importance" not in memory:
             return task_gradient(w, x, y)
         return task_gradient(w, x, y) + self.strength * memory["importance"] * (w - memory["center"])
@@ -239,7 +241,7 @@ class _Lwf(ReferenceRule):
         for memory in self.memory.values():
             memory["old"], memory["teacher"] = memory["seen"], memory["last"]
 
-    def gradient(self, memory: dict[str, Tensor], received: Tensor, w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    def gradient(self, memory: dict[str, Tensor], w_server: Tensor, w: Tensor, x: Tensor, y: Tensor) -> Tensor:
         if "old" not in memory:
             return task_gradient(w, x, y)
         old = memory["old"]
@@ -253,8 +255,7 @@ class _Lwf(ReferenceRule):
         return loss_gradient(loss, w)
 
     def end_round(self, memory: dict[str, Tensor], w: Tensor, x: Tensor, y: Tensor) -> None:
-        seen = memory.get("seen", y[:0])
-        memory.update(last=w, seen=torch.unique(torch.cat([seen, y])))
+        memory.update(last=w, seen=torch.unique(torch.cat([memory.get("seen", y[:0]), y])))
 
 
 register_reference_statement(

@@ -42,11 +42,11 @@ is_pooled_ridge("STSA-E", "with one sample in each group", (3,), 1, upload="mome
 class _TwiceFedProx(ReferenceRule):
     alpha: float = 0.0
 
-    def gradient(self, memory: dict[str, Tensor], received: Tensor, w: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        return task_gradient(w, x, y) + self.alpha * (w - received)
+    def gradient(self, memory: dict[str, Tensor], w_server: Tensor, w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        return task_gradient(w, x, y) + self.alpha * (w - w_server)
 
-    def aggregate(self, received: Tensor, uploads: list[Tensor]) -> Tensor:
-        return 2 * super().aggregate(received, uploads) - received
+    def aggregate(self, w_server: Tensor, uploads: list[Tensor]) -> Tensor:
+        return 2 * super().aggregate(w_server, uploads) - w_server
 
 
 register_reference_statement(

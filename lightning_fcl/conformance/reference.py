@@ -85,21 +85,21 @@ class ReferenceRule:
     def start_experience(self) -> None:
         """Prepare the first round of an experience."""
 
-    def gradient(self, memory: dict[str, Tensor], received: Tensor, w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    def gradient(self, memory: dict[str, Tensor], w_server: Tensor, w: Tensor, x: Tensor, y: Tensor) -> Tensor:
         """Return the gradient of a client's step at the parameters ``w``."""
         return task_gradient(w, x, y)
 
-    def after_step(self, memory: dict[str, Tensor], before: Tensor, w: Tensor, x: Tensor, y: Tensor) -> None:
-        """Update the client's memory after a step from ``before`` to ``w``."""
+    def after_step(self, memory: dict[str, Tensor], w_previous: Tensor, w: Tensor, x: Tensor, y: Tensor) -> None:
+        """Update the client's memory after a step from ``w_previous`` to ``w``."""
 
-    def upload(self, memory: dict[str, Tensor], received: Tensor, w: Tensor, steps: int, x: Tensor) -> Tensor:
+    def upload(self, memory: dict[str, Tensor], w_server: Tensor, w: Tensor, steps: int, x: Tensor) -> Tensor:
         """Return the parameters that the client uploads. May update the client's memory."""
         return w
 
     def end_round(self, memory: dict[str, Tensor], w: Tensor, x: Tensor, y: Tensor) -> None:
         """Update the client's memory after a round with the parameters ``w`` and all samples of the round."""
 
-    def aggregate(self, received: Tensor, uploads: list[Tensor]) -> Tensor:
+    def aggregate(self, w_server: Tensor, uploads: list[Tensor]) -> Tensor:
         """Return the new parameters of the server."""
         return torch.stack(uploads).mean(dim=0)
 
@@ -125,10 +125,10 @@ class ReferenceRule:
                 x, w, velocity, steps = x.double(), server.clone(), torch.zeros_like(server), 0
                 memory = self.memory.setdefault(client, {})
                 for rows in torch.split(torch.arange(len(y)), _BATCH):
-                    before = w
+                    w_previous = w
                     velocity = self.momentum * velocity + self.gradient(memory, server, w, x[rows], y[rows])
                     w, steps = w - RATE * velocity, steps + 1
-                    self.after_step(memory, before, w, x[rows], y[rows])
+                    self.after_step(memory, w_previous, w, x[rows], y[rows])
                 uploads.append(self.upload(memory, server, w, steps, x))
                 self.end_round(memory, w, x, y)
             server = self.aggregate(server, uploads)

@@ -106,8 +106,8 @@ class RegMean(ServerUpdateMethod):
             if packed.any():
                 weight = weight_matrix(mean, name)
                 gram = unpack_gram(packed, weight.shape[1])
-                merged = merge_regression(weight, server_state[f"answers.{name}"], gram)
-                updated_state |= to_weight_state(mean, name, merged)
+                new_weight = merge_regression(weight, server_state[f"answers.{name}"], gram)
+                updated_state |= to_weight_state(mean, name, new_weight)
         server_state.update(zeros_like_state(server_state))
         return updated_state
 
