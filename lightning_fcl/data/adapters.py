@@ -15,7 +15,14 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, TensorDataset, default_collate
 
 from lightning_fcl.data.batching import Collate, fetch
-from lightning_fcl.data.client_data import SPLITS, check_shapes, check_sizes, targets_in, targets_of_clients
+from lightning_fcl.data.client_data import (
+    SPLITS,
+    check_columns,
+    check_shapes,
+    check_sizes,
+    targets_in,
+    targets_of_clients,
+)
 from lightning_fcl.data.datamodule_adapter import (
     SplitDatasets,
     common_loader_config,
@@ -24,6 +31,7 @@ from lightning_fcl.data.datamodule_adapter import (
     with_worker_init,
 )
 from lightning_fcl.data.datasets import ArrayDataset
+from lightning_fcl.data.frames import frame_values, is_frame
 from lightning_fcl.data.labels import (
     LONG,
     ItemsOf,
@@ -103,13 +111,19 @@ def to_dataset(data: Any, owner_name: str) -> Dataset[Any]:
     """
     check_lightning_namespace(data)
     whole = isinstance(data, Sized) and not isinstance(data, str | bytes | Mapping | tuple | IterableDataset)
-    if hasattr(data, "__array__") or isinstance(data, tuple):
+    if is_frame(data):
+        remedy = (
+            "Pass the columns to `FederatedStream.from_arrays(frame[features], frame[target])`. For several clients, "
+            "concatenate the tables with `pandas.concat`, and pass the client of each row as `client_ids`."
+        )
+    elif hasattr(data, "__array__") or isinstance(data, tuple):
         remedy = "Pass arrays to `FederatedStream.from_arrays(x, y)`, or wrap them in `torch.utils.data.TensorDataset`."
     elif not whole or not hasattr(data, "__getitem__"):
         remedy = "Pass a map-style dataset. For a list `x`, use `torch.utils.data.Subset(x, range(len(x)))`."
     else:
         return data if isinstance(data, Dataset) else SizedItems(data)
-    clients = " A list or dict must contain one dataset per client." if owner_name.startswith("for client") else ""
+    is_client = owner_name.startswith("for client") and not is_frame(data)
+    clients = " A list or dict must contain one dataset per client." if is_client else ""
     raise InvalidTypeError(
         f"Expected a map-style dataset {owner_name}, but got an object of type {type(data).__name__}.",
         hint=f"{remedy}{clients}",
@@ -129,6 +143,7 @@ def samples_from_arrays(
 ) -> Samples:
     """Return the samples of arrays, tensors or a map-style dataset, after checks. See `FederatedStream.from_arrays`."""
     in_memory = not isinstance(x, Dataset) and (hasattr(x, "__array__") or isinstance(x, list))
+    x = frame_values(x) if is_frame(x) else x
     content: Tensor | Dataset[Any] = _tensor(x) if in_memory else to_dataset(x, "for `x`")
     size = len(content)  # type: ignore[arg-type]  # a map-style data set
     # `ArrayDataset` checks floating-point samples, labels, owners and domains. Samples of other types are not checked.
@@ -281,6 +296,7 @@ def _join_clients(
     if not data_by_client:
         raise MissingValueError("Expected `data` to contain a dataset for each client, but got none.", argument="data")
     parts = {client: _parts_in(own, f"for client {client}", seed) for client, own in data_by_client.items()}
+    check_columns(parts)
     check_sizes(parts)
     loading = next((loading for own in parts.values() for _, loading in own.values()), None)
     check_shapes(parts, collate_fn or (loading.collate_fn if loading else default_collate))

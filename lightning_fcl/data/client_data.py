@@ -13,6 +13,7 @@ from lightning_fcl.data.batching import Collate
 from lightning_fcl.data.datamodule_adapter import SplitDatasets
 from lightning_fcl.data.generators import Generators
 from lightning_fcl.data.labels import ItemsOf, to_array
+from lightning_fcl.data.tables import Table
 from lightning_fcl.errors import InvalidValueError, MissingValueError
 from lightning_fcl.validation import format_names
 
@@ -29,6 +30,44 @@ def check_sizes(clients: Mapping[Any, SplitDatasets]) -> None:
                 hint=f"Remove client {client} from `data`.",
                 argument="data",
             )
+
+
+def check_columns(clients: Mapping[Any, SplitDatasets]) -> None:
+    """Raise ValueError if the tables of two clients have the same feature or target columns in different orders.
+
+    The shapes of their samples are equal, but the values at one position have different meanings. Columns with
+    different names can have the same meaning.
+    """
+    datasets = ((client, data) for client, parts in clients.items() for data, _ in parts.values())
+    tables = [(client, table) for client, data in datasets if (table := _table_in(data)) is not None]
+    for client, table in tables[1:]:
+        first_client, first = tables[0]
+        for argument, columns, first_columns in (
+            ("features", table.features, first.features),
+            ("target", table.target, first.target),
+        ):
+            moved = [
+                name
+                for number, name in enumerate(columns)
+                if name in first_columns and name not in first_columns[number : number + 1]
+            ]
+            if moved:
+                raise InvalidValueError(
+                    f"Expected `{argument}` of all tables to be in the same order, but `{moved[0]}` is number "
+                    f"{columns.index(moved[0]) + 1} for client {client} and number {first_columns.index(moved[0]) + 1} "
+                    f"for client {first_client}.",
+                    hint=f"Pass `{argument}` in the same order to each `Table`. The order of the columns in the files "
+                    "may differ, because columns are found by name.",
+                    argument=argument,
+                    value=columns,
+                )
+
+
+def _table_in(data: Any) -> Table | None:
+    """Return the table inside subsets and wrappers, or None if the innermost dataset is not a table."""
+    while isinstance(data, Subset | ItemsOf):
+        data = data.dataset if isinstance(data, Subset) else data.data
+    return data if isinstance(data, Table) else None
 
 
 def check_shapes(clients: Mapping[Any, SplitDatasets], collate_fn: Collate) -> None:

@@ -26,7 +26,7 @@ SUFFIXES = (".csv", ".parquet")
 """File extensions that `Table` reads."""
 
 _INTEGER = re.compile(r"[+-]?\d{1,18}", re.ASCII)
-_DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+", re.ASCII)
+DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+", re.ASCII)
 _MISSING = {"", "na", "n/a", "nan", "null", "none", "?"}
 
 _Where = Callable[[int], str]
@@ -296,7 +296,7 @@ def _number(cell: str, path: Path, name: str, row: int, describe_row: _Where) ->
     if cell.strip().lower() in _MISSING:
         raise _missing(path, name, describe_row(row))
     hint = "Write a number in this cell, or use another column."
-    if _DECIMAL_COMMA.fullmatch(cell.strip()):
+    if DECIMAL_COMMA.fullmatch(cell.strip()):
         hint = f"Write {cell.strip().replace(',', '.')}, with a decimal point."
     raise InvalidValueError(
         f"Expected a finite number in column `{name}` of {path}, but got {cell!r} in {describe_row(row)}.",

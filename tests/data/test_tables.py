@@ -7,12 +7,14 @@ from decimal import Decimal
 import numpy as np
 import pytest
 import torch
+from raising import raises
+from torch.utils.data import Subset
 
 from lightning_fcl import FederatedStream
-from lightning_fcl.data.scenarios import ClassIncremental
+from lightning_fcl.data.scenarios import ClassIncremental, Stationary
 from lightning_fcl.data.split import Split
 from lightning_fcl.data.tables import Table
-from lightning_fcl.errors import LightningFCLError
+from lightning_fcl.errors import InvalidValueError, LightningFCLError
 
 
 def write(folder, text, name="site.csv", **options):
@@ -225,3 +227,25 @@ def test_damaged_parquet_file_raises_with_path(tmp_path):
         path.write_bytes(content[:length])
         with pytest.raises(LightningFCLError, match=r"site\.parquet to be a parquet file but got: "):
             len(Table(path, "y", ["a"]))
+
+
+def test_tables_of_clients_have_features_in_one_order(tmp_path):
+    path = write(tmp_path, "a,b,c,u,v\n" + "1,2,3,0.5,1.5\n" * 10)
+
+    def set_up(features, target):
+        tables = {
+            "first": Table(path, ["u", "v"], ["a", "b"]),
+            "second": Subset(Table(path, target, features), range(8)),
+        }
+        stream = FederatedStream(tables, scenario=Stationary())
+        stream.setup("fit")
+        return stream
+
+    # A column with another name at the same position can have the same meaning.
+    for features in (["a", "b"], ["c", "b"], ["a", "c"]):
+        assert len(set_up(features, ["u", "v"]).plan.clients) == 2
+    for features in (["b", "a"], ["b", "c"], ["c", "a"]):
+        with raises(InvalidValueError, "features", value=tuple(features)):
+            set_up(features, ["u", "v"])
+    with raises(InvalidValueError, "target", value=("v", "u")):
+        set_up(["a", "b"], ["v", "u"])
