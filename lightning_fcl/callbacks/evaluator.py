@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
+from lightning_fcl.callbacks.metric_values import compute_metric
 from lightning_fcl.callbacks.round_log import EpochLog
 from lightning_fcl.data.batching import BatchRequest
 from lightning_fcl.data.scenarios import IntArray
@@ -186,11 +187,12 @@ class Evaluator:
         batches = [(output.cpu(), label.cpu(), where.cpu()) for output, label, where in self._outputs(module)]
         outputs, targets, group = (torch.cat(column) for column in zip(*batches, strict=True))
         values: Values = {name: {} for name in names}
+        has_classes = bool(self.stream.num_classes)
         for group_set in group_sets:
             rows = torch.isin(group, torch.tensor(sorted(group_set)))
             for name, metric in module.configure_metrics().items():
                 values[name][group_name(group_set)] = (
-                    _measure(metric, outputs[rows], targets[rows]) if rows.any() else None
+                    compute_metric(metric, outputs[rows], targets[rows], has_classes) if rows.any() else None
                 )
         return values
 
@@ -203,25 +205,6 @@ def to_predictions(outputs: Tensor) -> Tensor:
     if outputs.dtype is torch.float32 and outputs.device.type == "cpu":
         return torch.from_numpy(outputs.numpy().argmax(axis=-1))
     return outputs.argmax(dim=-1)
-
-
-def _measure(metric: Any, outputs: Tensor, targets: Tensor) -> float | None:
-    """Return the value of a metric on predictions. None if the value is undefined, such as R2 of a single sample."""
-    targets = targets.to(outputs.dtype)
-    # The targets may have one value per sample, for a single output or for all time steps.
-    while targets.dim() < outputs.dim():
-        targets = targets[..., None] if outputs.shape[-1] == 1 and targets.dim() == 1 else targets[:, None]
-    targets = targets.expand_as(outputs)
-    if outputs.dim() > 2:
-        outputs, targets = outputs.flatten(0, -2), targets.flatten(0, -2)
-    try:
-        metric.update(outputs, targets)
-        value = float(metric.compute())
-    except ValueError:
-        if len(outputs) > 1:
-            raise
-        return None
-    return value if np.isfinite(value) else None
 
 
 def evaluation_groups(tasks: Tasks, groups: int) -> list[tuple[int, ...]]:

@@ -14,7 +14,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_fcl.data.batching import Batch
 from lightning_fcl.data.trainer_access import find_stream
 from lightning_fcl.errors import InvalidValueError
-from lightning_fcl.federation.protocols import FederatedModule
+from lightning_fcl.federation.protocols import FederatedModule, HasMetrics
 from lightning_fcl.federation.server_optimizer import OptimizerFactory
 from lightning_fcl.models.small import HARCNN
 from lightning_fcl.tasks.base import NetworkTask, require_embedding_body
@@ -31,6 +31,10 @@ class OutputsByTask(FederatedModule, Protocol):
 
 class Classifier(NetworkTask):
     """Classification with a network that is trained by cross-entropy. Training can be vectorized over clients.
+
+    A subclass can override `sample_loss`, for example to weight the classes. It can also define
+    ``configure_metrics()``, which returns new torchmetrics metrics of ``(logits, labels)`` by name. `ContinualMetrics`
+    then evaluates these metrics instead of the accuracy, and validation and tests log them in addition to the accuracy.
 
     Args:
         model: Network that maps inputs of shape (batch, ...) to logits of shape (batch, num_classes).
@@ -68,6 +72,9 @@ class Classifier(NetworkTask):
         self._blocks: Tensor | None = None
         self.val_accuracy = MulticlassAccuracy(num_classes, average="micro")
         self.test_accuracy = MulticlassAccuracy(num_classes, average="micro")
+        if isinstance(self, HasMetrics):
+            self.val_measures = MetricCollection(dict(self.configure_metrics()))
+            self.test_measures = MetricCollection(dict(self.configure_metrics()))
 
     def outputs_by_task(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the logits of samples in evaluation, shape (batch, num_classes). A sample's label selects its task.
@@ -145,6 +152,10 @@ class Classifier(NetworkTask):
         metric(self.mask_logits(output, y), y)
         self.log(f"{stage}/loss", loss, batch_size=len(y))
         self.log(f"{stage}/accuracy", metric, batch_size=len(y))
+        if isinstance(self, HasMetrics):
+            measures = self.val_measures if stage == "val" else self.test_measures
+            measures.update(self.mask_logits(output, y), y)
+            self.log_dict({f"{stage}/{name}": one for name, one in measures.items()}, batch_size=len(y))
 
 
 class RandomClassifier(Classifier):
