@@ -35,6 +35,7 @@ from lightning_fcl.methods.method_round import MethodRound, entered_state
 from lightning_fcl.rng import seed_all
 from lightning_fcl.simulation.client_group import ClientGroup
 from lightning_fcl.simulation.federation import Federation, require_started
+from lightning_fcl.simulation.finite_check import warn_of_non_finite_samples
 from lightning_fcl.simulation.hook_calls import enter, find_users, leave, without_batch_hooks
 from lightning_fcl.simulation.isolation_trial import isolation_of
 from lightning_fcl.simulation.planning import plan_client_groups
@@ -312,6 +313,8 @@ class Round:
         else:
             arrived = server.upload(clients, uploads, messages)
         _name_diverged(server.record, clients, trained, arrived)
+        for name in itertools.compress(clients.client_ids, (not is_accepted for is_accepted in arrived)):
+            warn_of_non_finite_samples(federation.stream, name, self.number)
         personal = server.has_local_state or participation.swarm is not None
         keeping = bool(federation.methods) or federation.settings.keep_optimizer_state or personal
         if not (keeping or self._listeners):
