@@ -46,16 +46,17 @@ def check_columns(clients: Mapping[Any, SplitDatasets]) -> None:
             ("features", table.features, first.features),
             ("target", table.target, first.target),
         ):
-            moved = [
+            misplaced_names = [
                 name
                 for number, name in enumerate(columns)
                 if name in first_columns and name not in first_columns[number : number + 1]
             ]
-            if moved:
+            if misplaced_names:
+                name = misplaced_names[0]
                 raise InvalidValueError(
-                    f"Expected `{argument}` of all tables to be in the same order, but `{moved[0]}` is number "
-                    f"{columns.index(moved[0]) + 1} for client {client} and number {first_columns.index(moved[0]) + 1} "
-                    f"for client {first_client}.",
+                    f"Expected `{argument}` of all tables to be in the same order, but `{name}` is number "
+                    f"{columns.index(name) + 1} for client {client} and number {first_columns.index(name) + 1} for "
+                    f"client {first_client}.",
                     hint=f"Pass `{argument}` in the same order to each `Table`. The order of the columns in the files "
                     "may differ, because columns are found by name.",
                     argument=argument,

@@ -122,7 +122,8 @@ def numeric_column(frame: pd.DataFrame, name: str) -> NDArray[np.float64]:
                 argument="frame",
                 value=cells[row],
             )
-        values = np.array([np.nan if gone else float(cell) for gone, cell in zip(is_missing, cells, strict=True)])
+        values = np.full(len(cells), np.nan)
+        values[~is_missing] = cells[~is_missing].astype(np.float64)
     infinite = np.flatnonzero(np.isinf(values))
     if len(infinite):
         raise InvalidValueError(
@@ -155,8 +156,8 @@ def categorical_column(frame: pd.DataFrame, name: str) -> Sequence[str | None]:
     """
     column = column_of(frame, name)
     categories: list[str | None] = []
-    for index, gone, cell in zip(column.index, column.isna(), column.to_numpy(dtype=object), strict=True):
-        if gone:
+    for index, is_missing_cell, cell in zip(column.index, column.isna(), column.to_numpy(dtype=object), strict=True):
+        if is_missing_cell:
             categories.append(None)
         elif isinstance(cell, str | bool | np.bool_ | int | np.integer):
             categories.append(str(cell))

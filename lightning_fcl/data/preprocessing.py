@@ -1,7 +1,6 @@
 """Preprocessing of tables from statistics of the clients: imputation, standardization and one-hot encoding.
 
-Each client computes a `TableStatistics` of its own rows. `TablePreprocessor.from_statistics` combines the statistics of
-all clients. Rows of a client are not needed for this step.
+Each client computes a `TableStatistics` of its rows. `TablePreprocessor.from_statistics` combines the statistics.
 """
 
 from __future__ import annotations
@@ -201,8 +200,7 @@ class TablePreprocessor:
                 hint="Pass a dict with a `TableStatistics` for each client.",
                 argument="statistics",
             )
-        kinds = {"numeric": "counts", "categorical": "categories"}
-        for kind, attribute in kinds.items():
+        for kind, attribute in (("numeric", "counts"), ("categorical", "categories")):
             columns = {client: getattr(own, attribute).keys() for client, own in statistics.items()}
             every_column = dict.fromkeys(name for names in columns.values() for name in names)
             lacking = [
@@ -218,7 +216,7 @@ class TablePreprocessor:
                 )
         first = next(iter(statistics.values()))
         all_statistics = list(statistics.values())
-        merged = {
+        all_summaries = {
             name: _merge((own.counts[name], own.means[name], own.squares[name]) for own in all_statistics)
             for name in first.counts
         }
@@ -226,7 +224,7 @@ class TablePreprocessor:
             name: sorted({category for own in all_statistics for category in own.categories[name]})
             for name in first.categories
         }
-        num_values = {name: count for name, (count, _, _) in merged.items()}
+        num_values = {name: count for name, (count, _, _) in all_summaries.items()}
         num_values |= {name: len(names) for name, names in categories.items()}
         if empty := [name for name, count in num_values.items() if not count]:
             raise MissingValueError(
@@ -237,8 +235,8 @@ class TablePreprocessor:
                 value=empty,
             )
         return cls(
-            means={name: mean for name, (_, mean, _) in merged.items()},
-            stds={name: _std(*statistics) for name, statistics in merged.items()},
+            means={name: mean for name, (_, mean, _) in all_summaries.items()},
+            stds={name: _std(*statistics) for name, statistics in all_summaries.items()},
             categories=categories,
             indicators=[name for name in num_values if any(own.missing[name] for own in all_statistics)],
         )
@@ -268,8 +266,8 @@ class TablePreprocessor:
             is_missing[name] = np.isnan(values)
             columns.append(np.where(is_missing[name], 0, (values - mean) / self.stds[name]))
         for name, categories in self.categories.items():
-            found = categorical_column(frame, name)
-            if unknown := sorted({category for category in found if category is not None} - {*categories}):
+            cells = categorical_column(frame, name)
+            if unknown := sorted({category for category in cells if category is not None} - {*categories}):
                 raise UnknownNameError(
                     f"Expected the categories {format_names(categories)} in column `{name}`, but got "
                     f"{format_names(unknown)}.",
@@ -278,12 +276,12 @@ class TablePreprocessor:
                     argument="frame",
                     value=unknown,
                 )
-            is_missing[name] = np.array([category is None for category in found], dtype=bool)
-            columns += [np.array([one == category for one in found], dtype=np.float64) for category in categories]
+            is_missing[name] = np.array([category is None for category in cells], dtype=bool)
+            columns += [np.array([cell == category for cell in cells], dtype=np.float64) for category in categories]
         columns += [is_missing[name].astype(np.float64) for name in self.indicators]
         content = np.stack(columns, axis=1).astype(np.float32)
-        transformed: pd.DataFrame = pandas.DataFrame(content, index=frame.index, columns=self.features)
-        return transformed
+        result: pd.DataFrame = pandas.DataFrame(content, index=frame.index, columns=self.features)
+        return result
 
 
 def _check_frame(frame: object) -> None:
@@ -323,7 +321,7 @@ def _summarize(values: NDArray[np.float64]) -> tuple[int, float, float]:
     present = values[~np.isnan(values)]
     if not len(present):
         return 0, 0.0, 0.0
-    # With numbers near the largest float, the sums are infinite. `TableStatistics` rejects them.
+    # `TableStatistics` rejects infinite sums.
     with np.errstate(over="ignore", invalid="ignore"):
         mean = present.mean()
         return len(present), float(mean), float(np.square(present - mean).sum())
@@ -350,5 +348,5 @@ def _merge(statistics: Iterable[tuple[int, float, float]]) -> tuple[int, float, 
 def _std(count: int, mean: float, squares: float) -> float:
     """Return the standard deviation, or 1 if the deviations are not larger than rounding errors of the mean."""
     variance, epsilon = squares / count, float(np.finfo(np.float64).eps)
-    # The bound of scikit-learn's StandardScaler, with room for rounding in the means of the clients.
+    # Four times the bound of scikit-learn's StandardScaler, because the means of the clients are rounded, too.
     return 1.0 if variance <= 4 * (count * epsilon * variance + (count * mean * epsilon) ** 2) else math.sqrt(variance)

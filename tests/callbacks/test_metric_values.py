@@ -8,10 +8,10 @@ from torch import nn
 from torchmetrics import MeanSquaredError
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
 
-from lightning_fcl import Classifier
+from lightning_fcl import Classifier, FederatedStream
 from lightning_fcl.callbacks import ContinualMetrics
 from lightning_fcl.callbacks.metric_values import compute_metric
-from lightning_fcl.data.scenarios import ClassIncremental
+from lightning_fcl.data.scenarios import ClassIncremental, Stationary
 from lightning_fcl.evaluation.metrics import summarize
 
 
@@ -91,3 +91,14 @@ def test_compute_metric_numbers_have_shape_of_outputs():
     outputs, targets = torch.randn(8, 1), torch.arange(8)
     found = compute_metric(MeanSquaredError(), outputs, targets, False)
     assert found == pytest.approx(float((outputs[:, 0] - targets).square().mean()), rel=1e-6)
+
+
+def test_classifier_client_with_one_class_trains_and_is_measured(fit):
+    x, y = torch.randn(96, 6), torch.arange(96) % 4
+    owner = np.where(y.numpy() == 2, "single", np.where(np.arange(96) < 48, "first", "second"))
+    stream = FederatedStream.from_arrays(x, y, client_ids=owner, scenario=Stationary(), seed=0)
+    metrics = ContinualMetrics()
+    trainer = fit(measured_task(), stream, [metrics])
+    (last,) = metrics.record["rounds"]
+    assert not trainer.strategy.server.record.dropped
+    assert last["values"]["single"]["balanced_accuracy"]["0+1+2+3"] is not None
