@@ -9,6 +9,7 @@ import fixes_datasets
 import fixes_deployment
 import fixes_federation
 import fixes_files
+import fixes_hooks
 import fixes_methods
 import fixes_models
 import fixes_processes
@@ -21,6 +22,7 @@ TABLES = (
     fixes_data,
     fixes_datasets,
     fixes_federation,
+    fixes_hooks,
     fixes_methods,
     fixes_models,
     fixes_processes,

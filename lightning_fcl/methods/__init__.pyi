@@ -5,6 +5,7 @@ from .context import Server as Server
 from .context import Step as Step
 from .context import strip_prefix as strip_prefix
 from .context import with_prefix as with_prefix
+from .context import zeros_like_state as zeros_like_state
 from .distillation import MOON as MOON
 from .distillation import FedNTD as FedNTD
 from .distillation import FLwF as FLwF
@@ -24,6 +25,7 @@ from .fedvit import FedViT as FedViT
 from .fedvit import LowestLoss as LowestLoss
 from .fedweit import FedWEIT as FedWEIT
 from .fot import FOT as FOT
+from .functional import trainable_parameters as trainable_parameters
 from .glfc import GLFC as GLFC
 from .head_calibration import CCVR as CCVR
 from .head_calibration import Fed3R as Fed3R
@@ -31,6 +33,7 @@ from .intrinsic_plasticity import IntrinsicPlasticity as IntrinsicPlasticity
 from .lvt import LVTMethod as LVTMethod
 from .method import Method as Method
 from .needs import Needs as Needs
+from .per_sample_gradients import fisher_diagonal as fisher_diagonal
 from .personalization import APFL as APFL
 from .personalization import Ditto as Ditto
 from .projection import flatten as flatten

@@ -18,6 +18,7 @@ from lightning_fcl.federation.protocols import ClientEndListener, RoundEndListen
 from lightning_fcl.methods.base import MethodBase, matches, methods_overriding, overrides_hook
 from lightning_fcl.methods.context import Client, Step
 from lightning_fcl.methods.functional import require_sample_loss, trainable_parameters
+from lightning_fcl.methods.hook_results import check_hooks, check_penalty
 from lightning_fcl.methods.replay_samples import ClientOf
 
 
@@ -59,6 +60,7 @@ def check_needs(method: MethodBase, trainer: L.Trainer, module: L.LightningModul
     Batches and the module's output are checked later.
     """
     name, needs = type(method).__name__, method.needs
+    check_hooks(method)
     if str(trainer.precision).startswith("16") and trainer.scaler is not None:
         raise InvalidValueError(
             f'Expected a Trainer without loss scaling for `{name}`, but got `precision="{trainer.precision}"`.',
@@ -158,6 +160,7 @@ def compose(
     extra = zero
     for i, (method, client, step) in enumerate(zip(methods, clients, steps, strict=True)):
         weight, penalty = method.task_weight(client), method.penalty(client, step)
+        check_penalty(method, penalty)
         if applies is None:
             scale, extra = scale * weight, extra + penalty
         else:

@@ -36,6 +36,7 @@ from lightning_fcl.federation.client_store import (
 from lightning_fcl.federation.reductions import Reduction
 from lightning_fcl.methods.base import MethodBase, matches, overrides_hook
 from lightning_fcl.methods.context import Client
+from lightning_fcl.methods.hook_results import check_tensors
 
 
 def receive(method: MethodBase, client: Client) -> StateSection:
@@ -43,20 +44,29 @@ def receive(method: MethodBase, client: Client) -> StateSection:
 
     If the client enters a new experience, the entries that belong to an earlier experience are removed first.
     """
-    if not method.of_experience:
-        return method.prepare_client_state(client)
-    if client.is_new_experience:
+    if method.of_experience and client.is_new_experience:
         client.method_state = lasting(method, client.method_state)
         if not client.client_round.in_step:
-            client.method_state |= method.enters_alone(client)
-    return noted(method, client, method.prepare_client_state(client))
+            check_tensors(method, "enters_alone", tensors := method.enters_alone(client))
+            client.method_state |= tensors
+    return noted(method, client, "prepare_client_state", method.prepare_client_state(client))
 
 
-def noted(method: MethodBase, client: Client, memory: StateSection) -> StateSection:
+def noted(method: MethodBase, client: Client, hook: str, memory: StateSection) -> StateSection:
     """Return the client state with an entry ``experience`` if the method has entries that belong to one experience.
 
     The entry contains the index of the client's current experience. An empty client state stays empty.
+
+    Args:
+        method: The method.
+        client: The client.
+        hook: Name of the hook that returned the client state.
+        memory: The client state.
+
+    Raises:
+        TypeError: If the client state is not a dict of tensors.
     """
+    check_tensors(method, hook, memory)
     noting = method.of_experience and memory
     return {**memory, "experience": torch.tensor(client.client_round.experience_idx)} if noting else memory
 
@@ -152,7 +162,7 @@ def result_of(
         covers = history.covers_experience
         client.result = {} if covers else earlier
         data = client.select_samples(data, history.new_in_experience if covers else history.new)
-    return noted(method, client, method.end_experience(client, trained_state, data))
+    return noted(method, client, "end_experience", method.end_experience(client, trained_state, data))
 
 
 def share_of(
@@ -177,6 +187,7 @@ def share_of(
         if not count_nested_samples(data):
             return None
     value = method.contribute_experience(client, trained_state, data)
+    check_tensors(method, "contribute_experience", value)
     if not earlier:
         return value, value
     if covers:

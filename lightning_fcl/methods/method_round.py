@@ -48,6 +48,8 @@ from lightning_fcl.methods.experience import (
     sections_of,
     share_of,
 )
+from lightning_fcl.methods.functional import select_tensors
+from lightning_fcl.methods.hook_results import check_shapes, check_tensors
 from lightning_fcl.rng import derive_seed
 
 
@@ -144,7 +146,8 @@ class MethodRound:
             )
             self._set_history(method, client, entered)
             if overrides_hook(method, "reply"):
-                client.reply = self.server.send(client_round.client_id, method.reply(client))
+                check_tensors(method, "reply", reply := method.reply(client))
+                client.reply = self.server.send(client_round.client_id, reply)
             memories.append(_moved(receive(method, client), device))
         return memories
 
@@ -184,11 +187,12 @@ class MethodRound:
             method_client = self.ended(method, client, memory)
             trained_state = _lasting(client.state, client.received, self.server.reductions)
             statistics = method.upload_statistics(method_client, trained_state, client.data(method))
+            declared_state = self.server.get_section(method.section_name)
+            check_shapes(method, "upload_statistics", statistics, declared_state, "`init_server_state`")
             if overrides_hook(method, "contribute_experience"):
-                statistics = {
-                    **statistics,
-                    **self._experience_contribution(method, client, method_client, trained_state),
-                }
+                contribution = self._experience_contribution(method, client, method_client, trained_state)
+                check_shapes(method, "contribute_experience", contribution, declared_state, "`init_server_state`")
+                statistics = {**statistics, **contribution}
             if statistics:
                 upload = {
                     **upload,
@@ -211,7 +215,8 @@ class MethodRound:
             return {}
         method_client = self.ended(method, client, memory)
         method_client.may_end = not self._returns(client.part, method.accumulates)
-        return method.message(method_client, client.state)
+        check_tensors(method, "message", message := method.message(method_client, client.state))
+        return message
 
     @cached_property
     def _nothing(self) -> State:
@@ -274,7 +279,10 @@ class MethodRound:
             method_client.missed_sync, method_client.may_end = missed_sync, may_end
         if at_round:
             method_client.method_state = memory = noted(
-                method, method_client, method.update_client_state(method_client, state, data)
+                method,
+                method_client,
+                "update_client_state",
+                method.update_client_state(method_client, state, data),
             )
         if ends:
             earlier = client.kept.get(method.section_name, {}) if has_result(client.kept, method.section_name) else {}
@@ -315,7 +323,10 @@ class MethodRound:
                 draws = torch.Generator().manual_seed(derive_seed(self.seed, method.section_name, self.number))
                 server_state = self.server.get_section(method.section_name)
                 turn = Server(previous_state, state, server_state, share, self.module, draws, ends)
-                for name, value in method.process_aggregate(turn).items():
+                changed_state = method.process_aggregate(turn)
+                check_shapes(method, "process_aggregate", changed_state, state, "the server's model")
+                check_tensors(method, "process_aggregate", server_state)
+                for name, value in changed_state.items():
                     state[name].copy_(value)
                 self.server.extra_tensors.update(
                     {f"{method.section_name}.{name}": value for name, value in server_state.items()}
@@ -330,7 +341,7 @@ class MethodRound:
             self.server.accepted |= dict.fromkeys(clients, self.number)
 
     def _finish_experience(
-        self, client_round: ClientRound, client_state: ClientState, model_state: State
+        self, client_round: ClientRound, client_state: ClientState, received_state: State
     ) -> ClientState | None:
         """Return a client's state with the missing results of `MethodBase.end_experience`.
 
@@ -352,11 +363,12 @@ class MethodRound:
         if not missing:
             return None
         updated_state = {**client_state, PROGRESS: {**client_state[PROGRESS]}}
+        model_state = select_tensors(received_state, self.module)
         reads = any(method.needs.round_samples for method in missing)
         data = self.stream.client_samples(client_round.client_id, client_round.round_idx, self.seed) if reads else None
         for method in missing:
             memory = client_state.get(method.section_name, {})
-            client = make_client(method, self.module, memory, model_state, client_round)
+            client = make_client(method, self.module, memory, received_state, client_round)
             self._set_history(method, client, client_state)
             result = result_of(method, client, model_state, data if method.needs.round_samples else None, {})
             updated_state |= sections_of(method, memory, result, None, client_state)
@@ -373,8 +385,9 @@ class MethodRound:
                 client_round = self.stream.client_round(client, trained[-1])
                 if next_round(self.stream, client_round, self.stream.plan.num_rounds) is None:
                     continue
-                model_state = {**state_tensors(self.module), **local_tensors(client_state, device)}
-                if (updated_state := self._finish_experience(client_round, client_state, model_state)) is not None:
+                server_state = {**state_tensors(self.module), **self.server.extra_tensors}
+                received_state = {**server_state, **local_tensors(client_state, device)}
+                if (updated_state := self._finish_experience(client_round, client_state, received_state)) is not None:
                     store[client] = updated_state
 
 
@@ -385,7 +398,7 @@ def server_entries(methods: Sequence[MethodBase], module: L.LightningModule) -> 
     """
     extra: dict[str, tuple[Tensor, Reduction | str]] = {}
     for method in methods:
-        server_state = method.init_server_state(module)
+        check_tensors(method, "init_server_state", server_state := method.init_server_state(module))
         for name, reduction in declared(method, server_state).items():
             extra[f"{method.section_name}.{name}"] = server_state[name].to(module.device), reduction
     return extra

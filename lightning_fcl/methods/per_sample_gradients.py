@@ -13,10 +13,11 @@ from torch.func import functional_call, grad, vmap
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_fcl.data.batching import Batch
 from lightning_fcl.errors import InvalidTypeError
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.methods.context import zeros_like_state
-from lightning_fcl.methods.functional import evaluation_mode, to_input
+from lightning_fcl.methods.functional import evaluation_mode, require_sample_loss, to_input
 
 Objective = Callable[[Mapping[str, Tensor], Tensor, Tensor], Tensor]
 
@@ -211,3 +212,23 @@ def mean_sample_measure(
         for name, value in gradients.items():
             total[name] += over_samples(measure, value)
     return {name: value / len(x) for name, value in total.items()}
+
+
+def fisher_diagonal(module: nn.Module, state: Mapping[str, Tensor], data: Batch, names: Iterable[str]) -> State:
+    """Return the diagonal of the empirical Fisher information, by parameter name.
+
+    The value of a parameter is the square of the gradient of a sample's loss, averaged over the samples. The loss is
+    the module's ``sample_loss`` with the true targets. The module runs in evaluation mode.
+
+    Args:
+        module: The module, which defines ``sample_loss(output, y)``.
+        state: The module's state, such as ``trained_state`` of a hook.
+        data: The samples, a pair of inputs and targets, each of shape (n, ...).
+        names: Names of the parameters.
+
+    Raises:
+        ValueError: If the module does not define ``sample_loss``.
+    """
+    loss = require_sample_loss(module).sample_loss
+    x, y = data
+    return mean_sample_measure(module, lambda output, y: loss(output, y).sum(), torch.square, state, x, y, names)

@@ -15,10 +15,10 @@ from lightning_fcl.data.batching import Batch
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import StateSection
 from lightning_fcl.methods.context import Client, Step, strip_prefix, with_prefix, zeros_like_state
-from lightning_fcl.methods.functional import optimized_parameters, require_sample_loss, trainable_parameters
+from lightning_fcl.methods.functional import optimized_parameters, trainable_parameters
 from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.needs import Needs
-from lightning_fcl.methods.per_sample_gradients import mean_sample_measure
+from lightning_fcl.methods.per_sample_gradients import fisher_diagonal, mean_sample_measure
 from lightning_fcl.validation import above, at_least, between, validated
 
 # Name of the entry of the client state by which the importance is multiplied.
@@ -120,10 +120,7 @@ class EWC(Consolidation):
     needs: ClassVar[Needs] = Needs(sample_loss=True, round_samples=True, tensors=True)
 
     def importance(self, client: Client, trained_state: State, data: Batch, names: Iterable[str]) -> State:
-        loss = require_sample_loss(client.module).sample_loss
-        return mean_sample_measure(
-            client.module, lambda output, y: loss(output, y).sum(), torch.square, trained_state, data[0], data[1], names
-        )
+        return fisher_diagonal(client.module, trained_state, data, names)
 
 
 @dataclass(eq=False)

@@ -109,7 +109,9 @@ def test_lwf_old_classes_follow_experience_index(make_task, teacher, of):
         part = ClientRound("a", number, experience, torch.tensor([label]), num_classes=4)
         client = Client(memory, {**received, **(before if experience else {})}, part, section_name="LwF")
         client.method_state = receive(method, client)
-        return client.method_state, noted(method, client, method.update_client_state(client, own, None))
+        return client.method_state, noted(
+            method, client, "update_client_state", method.update_client_state(client, own, None)
+        )
 
     first, memory = a_round({}, states[0], states[1], 0, 0, label=2)
     assert first["old"].tolist() == [False] * 4

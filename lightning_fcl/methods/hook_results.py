@@ -1,0 +1,115 @@
+"""Checks of a method's hooks: their names, and the values that they return."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from inspect import isfunction, signature
+
+from torch import Tensor
+
+from lightning_fcl.errors import InvalidTypeError, InvalidValueError, UnknownNameError
+from lightning_fcl.federation.aggregation import State
+from lightning_fcl.methods.base import MethodBase, overrides_hook
+from lightning_fcl.validation import did_you_mean, format_names
+
+_UPLOADS = ("upload_statistics", "contribute_experience")
+
+
+def check_hooks(method: MethodBase) -> None:
+    """Raise ValueError if a function of a method is named almost like a hook, or if an upload has no server state.
+
+    A function is compared only with the hooks that have the same arguments.
+    """
+    kind = type(method)
+    hooks = {name: list(signature(hook).parameters) for name, hook in vars(MethodBase).items() if isfunction(hook)}
+    for name, function in vars(kind).items():
+        if name.startswith("_") or not isfunction(function) or hasattr(MethodBase, name):
+            continue
+        similar = [hook for hook, names in hooks.items() if names == list(signature(function).parameters)]
+        if suggestion := did_you_mean(name, similar, cutoff=0.7):
+            raise UnknownNameError(
+                f"Expected the functions of `{kind.__name__}` to be hooks of `Method`, but `{name}` is not a hook and "
+                f"is never called.{suggestion}",
+                hint="If the function is not a hook, start its name with an underscore.",
+                argument=name,
+            )
+    for hook in _UPLOADS:
+        if overrides_hook(method, hook) and not overrides_hook(method, "init_server_state"):
+            raise InvalidValueError(
+                f"Expected `{kind.__name__}` to override `init_server_state`, because it overrides `{hook}`, which "
+                "uploads tensors of the server state.",
+                hint="Return the initial value of each uploaded tensor in `init_server_state`.",
+                argument="init_server_state",
+            )
+
+
+def check_tensors(method: MethodBase, hook: str, value: Mapping[str, Tensor]) -> None:
+    """Raise TypeError if a hook did not return tensors by name."""
+    if not isinstance(value, Mapping):
+        raise InvalidTypeError(
+            f"Expected `{type(method).__name__}.{hook}` to return a dict of tensors, but got {_type_name(value)}.",
+            hint="Return tensors by name, or {} for no tensors.",
+            argument=hook,
+            value=value,
+        )
+    for name, tensor in value.items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            raise InvalidTypeError(
+                f"Expected `{type(method).__name__}.{hook}` to return a dict of tensors, but the entry `{name}` is "
+                f"of type {_type_name(tensor)}.",
+                hint="Store numbers with `torch.tensor`, and nested dicts with `with_prefix`.",
+                argument=hook,
+                value=tensor,
+            )
+
+
+def check_shapes(method: MethodBase, hook: str, value: Mapping[str, Tensor], expected: State, place: str) -> None:
+    """Raise TypeError or ValueError if a hook returned tensors with other names or shapes than ``expected``.
+
+    Args:
+        method: The method.
+        hook: Name of the hook.
+        value: The returned value. Some of the expected tensors can be absent.
+        expected: Tensors by name.
+        place: Description of ``expected`` for the message.
+    """
+    check_tensors(method, hook, value)
+    for name, tensor in value.items():
+        if name not in expected:
+            raise UnknownNameError(
+                f"Expected `{type(method).__name__}.{hook}` to return tensors of {place}, but got `{name}`. The names "
+                f"are: {format_names(expected, 5) or 'none'}.{did_you_mean(name, expected)}",
+                argument=hook,
+                value=name,
+            )
+        if tensor.shape != expected[name].shape:
+            raise InvalidValueError(
+                f"Expected `{type(method).__name__}.{hook}` to return `{name}` in the shape "
+                f"{tuple(expected[name].shape)} of {place}, but got the shape {tuple(tensor.shape)}.",
+                argument=hook,
+                value=tuple(tensor.shape),
+            )
+
+
+def check_penalty(method: MethodBase, penalty: Tensor | float) -> None:
+    """Raise TypeError or ValueError if a method's penalty is not a number or a tensor with one element and no axes."""
+    if isinstance(penalty, Tensor) and penalty.ndim:
+        raise InvalidValueError(
+            f"Expected `{type(method).__name__}.penalty` to return a scalar, but got a tensor of shape "
+            f"{tuple(penalty.shape)}.",
+            hint="Return `step.mean(values)` for a value per sample, and the sum for a value per parameter.",
+            argument="penalty",
+            value=tuple(penalty.shape),
+        )
+    if not isinstance(penalty, Tensor | int | float):
+        raise InvalidTypeError(
+            f"Expected `{type(method).__name__}.penalty` to return a scalar tensor or a number, but got "
+            f"{_type_name(penalty)}.",
+            hint="Return 0.0 for no penalty.",
+            argument="penalty",
+            value=penalty,
+        )
+
+
+def _type_name(value: object) -> str:
+    return "None" if value is None else type(value).__name__
