@@ -101,6 +101,11 @@ YAML
 expect "StayNear, Replay" validate own.yaml
 expect "lightning-fcl test runs/own" fit own.yaml "${quiet[@]}"
 
+echo "== write and train a new method"
+expect "pytest test_fed_anchor.py" new method FedAnchor
+expect "lightning-fcl test runs/fed_anchor" fit fed_anchor.yaml --trainer.max_epochs 2 "${quiet[@]}"
+expect "statements hold" conformance fed_anchor.py
+
 echo "== kill a run after a round, and resume it"
 "$python" -m lightning_fcl fit own.yaml "${quiet[@]}" --out runs/killed >killed.txt 2>&1 &
 run=$!

@@ -20,7 +20,7 @@ README = Path(__file__).parents[1] / "README.md"
 CONTRIBUTING = Path(__file__).parents[1] / "CONTRIBUTING.md"
 BLOCK = re.compile(r"^```(python|yaml|bash)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
-NAME = re.compile(r"# ([\w-]+\.yaml)")
+NAME = re.compile(r"# ([\w-]+\.(?:yaml|py))")
 TOOL = runpy.run_path(str(Path(__file__).parent / "capability_table.py"))
 LIGHTNING = {
     "argument": [name for name in inspect.signature(L.Trainer.__init__).parameters if name != "self"],
@@ -33,7 +33,13 @@ ROWS = {mark: list(TOOL["promises"](mark)) for mark in LIGHTNING}
 CODELESS = {"index", "reliability", "changelog", "security", "custom-cli"}
 PAGES = [path for path in DOCS if path.stem not in CODELESS and path.parent.name not in ("api", "papers", "notebooks")]
 # Commands run only on these pages. Commands of other pages need data, a model hub, or several minutes.
-COMMANDS = [README, *(FOLDER / name for name in ("recipes.md", "experiments.md", "reports.md", "reproducibility.md"))]
+COMMANDS = [
+    README,
+    *(
+        FOLDER / name
+        for name in ("recipes.md", "experiments.md", "reports.md", "reproducibility.md", "add-a-method.md")
+    ),
+]
 
 
 @pytest.mark.seconds
@@ -50,22 +56,26 @@ COMMANDS = [README, *(FOLDER / name for name in ("recipes.md", "experiments.md",
     ids=lambda path: path.stem,
 )
 def test_code_blocks_of_page_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Run the blocks in order. A YAML block is saved under the file name in its first line, or resolved as a recipe."""
+    """Run the blocks in order. A YAML or Python block is saved under the file name in its first line.
+
+    Other YAML blocks are resolved as recipes.
+    """
     from lightning_fcl.cli.main import main
     from lightning_fcl.runs.fit import resolve_recipe
     from lightning_fcl.runs.recipe import Recipe
 
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr("os.cpu_count", lambda: 1)  # Several runs then train in this process, without new processes.
     blocks = BLOCK.findall(path.read_text())
     names = {"__name__": "__main__"}
     assert blocks
     for language, code in blocks:
         first, _, _ = code.partition("\n")
-        if language == "python":
-            exec(compile(code, str(path), "exec"), names)
-        elif language == "yaml" and (name := NAME.fullmatch(first)):
+        if name := NAME.fullmatch(first):
             (tmp_path / name[1]).write_text(code)
+        elif language == "python":
+            exec(compile(code, str(path), "exec"), names)
         elif language == "yaml":
             (tmp_path / "recipe.yaml").write_text(code)
             assert resolve_recipe(Recipe((Path("recipe.yaml"),)))["recipe"]["row"] in code

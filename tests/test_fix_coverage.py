@@ -12,6 +12,19 @@ ROOT = Path(__file__).parents[1]
 
 # Tests that raise an error and try its fix. These tests use fixtures that rows do not have. Keys are parts of hints.
 TRIED_ELSEWHERE: dict[str, list[str]] = {
+    "Use a name such as ": [
+        "tests/cli/test_new.py::test_derive_names_unusable_name_raises_with_usable_name",
+        "tests/cli/test_new.py::test_new_name_of_installed_module_raises",
+    ],
+    "Use another NAME, or another `--out`.": [
+        "tests/cli/test_new.py::test_new_existing_file_is_avoided_with_other_name_or_folder",
+    ],
+    "Create the folder with `mkdir -p ": [
+        "tests/cli/test_new.py::test_new_missing_out_is_created_with_command_in_hint",
+    ],
+    "Use another folder for `--out`.": [
+        "tests/cli/test_new.py::test_new_out_that_is_a_file_is_avoided_with_other_folder",
+    ],
     "convert the value to numbers, text, tensors, or lists and dicts of such values.": [
         "tests/simulation/test_tensor_subclasses.py::test_unreadable_callback_state_raises_by_the_first_round",
     ],

@@ -61,6 +61,7 @@ class Command(ABC):
 # Class and help text of each subcommand. The module of a class is imported only when the subcommand is used.
 COMMANDS = {
     "ls": ("list_command.Ls", "list recipes, methods, models, datasets and other items"),
+    "new": ("new.New", "write the skeleton of a method, with a recipe and a test"),
     "cp": ("fit.Cp", "copy a recipe to one YAML file, to change it"),
     "validate": ("fit.Validate", "check a recipe, its data and its shapes without training"),
     "fit": ("fit.Fit", "train a recipe"),
@@ -94,6 +95,7 @@ examples:
   lightning-fcl test runs/quickstart
   lightning-fcl report RUN RUN
   lightning-fcl cp flwf/flwf-2t-ft my.yaml
+  lightning-fcl new method FedAnchor
   lightning-fcl reproduce flwf --seeds 5
   lightning-fcl leaderboard --protocols P4
   lightning-fcl tune SEARCH.yaml --trials 50

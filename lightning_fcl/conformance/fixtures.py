@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+from unittest import SkipTest
 
 import lightning.pytorch as L
 import torch
@@ -15,6 +16,7 @@ from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.errors import InvalidTypeError, InvalidValueError
+from lightning_fcl.methods.hook_results import INVALID_HOOK
 from lightning_fcl.methods.method import Method
 from lightning_fcl.models.quantization import silence_warnings
 from lightning_fcl.simulation.strategy import FederatedStrategy
@@ -23,8 +25,11 @@ from lightning_fcl.tasks.classification import Classifier
 Implementation = type[Method] | type[L.LightningModule]
 
 
-class NotApplicableError(Exception):
-    """An error for a statement that cannot be checked on a class. The message contains the reason."""
+class NotApplicableError(SkipTest):
+    """An error for a statement that cannot be checked on a class. The message contains the reason.
+
+    pytest and unittest skip a test that raises this error.
+    """
 
 
 @dataclass(frozen=True)
@@ -159,6 +164,8 @@ def train(
         try:
             trainer.fit(task, datamodule=stream, ckpt_path=ckpt_path)
         except (InvalidValueError, InvalidTypeError) as error:
+            if error.code == INVALID_HOOK:
+                raise
             raise NotApplicableError(f"the fit of the check raised {type(error).__name__}: {error}") from error
     return task
 

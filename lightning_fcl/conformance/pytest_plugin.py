@@ -1,6 +1,7 @@
 """Pytest plugin: ``@pytest.mark.conformance(kind=MyMethod)`` runs a test once for each statement about ``MyMethod``.
 
-The argument ``statement`` of the test is the statement.
+The argument ``statement`` of the test is the statement. If a statement cannot be checked on the class, its test is
+skipped.
 """
 
 from __future__ import annotations

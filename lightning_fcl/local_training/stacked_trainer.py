@@ -31,6 +31,7 @@ from lightning_fcl.methods.functional import (
     require_sample_loss,
     trainable_parameters,
 )
+from lightning_fcl.methods.hook_results import INVALID_HOOK
 from lightning_fcl.methods.keyed_dropout import preserve_rng_state
 from lightning_fcl.methods.replay_samples import DrawnSamples
 
@@ -307,6 +308,7 @@ def _check_alike(method: MethodBase, clients: Sequence[ClientRound], memories: S
                     hint="Return entries with the same names and shapes in `prepare_client_state`, or set "
                     "`vectorizable = False`.",
                     argument=f"{type(method).__name__}",
+                    code=INVALID_HOOK,
                 )
 
 

@@ -15,6 +15,7 @@ from .drift_correction import SCAFFOLD as SCAFFOLD
 from .drift_correction import FedDyn as FedDyn
 from .drift_correction import FedNova as FedNova
 from .drift_correction import FedProx as FedProx
+from .drift_correction import averaged_parameters as averaged_parameters
 from .dytox import DyToxMethod as DyToxMethod
 from .episodic import AGEM as AGEM
 from .episodic import BCN as BCN

@@ -12,6 +12,9 @@ from lightning_fcl.federation.aggregation import State
 from lightning_fcl.methods.base import MethodBase, overrides_hook
 from lightning_fcl.validation import did_you_mean, format_names
 
+INVALID_HOOK = "invalid-hook"
+"""Code of an error in the code of a method. With other errors, the method may be correct."""
+
 _UPLOADS = ("upload_statistics", "contribute_experience")
 
 
@@ -32,6 +35,7 @@ def check_hooks(method: MethodBase) -> None:
                 f"is never called.{suggestion}",
                 hint="If the function is not a hook, start its name with an underscore.",
                 argument=name,
+                code=INVALID_HOOK,
             )
     for hook in _UPLOADS:
         if overrides_hook(method, hook) and not overrides_hook(method, "init_server_state"):
@@ -40,6 +44,7 @@ def check_hooks(method: MethodBase) -> None:
                 "uploads tensors of the server state.",
                 hint="Return the initial value of each uploaded tensor in `init_server_state`.",
                 argument="init_server_state",
+                code=INVALID_HOOK,
             )
 
 
@@ -50,6 +55,7 @@ def check_tensors(method: MethodBase, hook: str, value: Mapping[str, Tensor]) ->
             f"Expected `{type(method).__name__}.{hook}` to return a dict of tensors, but got {_type_name(value)}.",
             hint="Return tensors by name, or {} for no tensors.",
             argument=hook,
+            code=INVALID_HOOK,
             value=value,
         )
     for name, tensor in value.items():
@@ -59,11 +65,12 @@ def check_tensors(method: MethodBase, hook: str, value: Mapping[str, Tensor]) ->
                 f"of type {_type_name(tensor)}.",
                 hint="Store numbers with `torch.tensor`, and nested dicts with `with_prefix`.",
                 argument=hook,
+                code=INVALID_HOOK,
                 value=tensor,
             )
 
 
-def check_shapes(method: MethodBase, hook: str, value: Mapping[str, Tensor], expected: State, place: str) -> None:
+def check_shapes(method: MethodBase, hook: str, value: Mapping[str, Tensor], expected: State, owner: str) -> None:
     """Raise TypeError or ValueError if a hook returned tensors with other names or shapes than ``expected``.
 
     Args:
@@ -71,22 +78,24 @@ def check_shapes(method: MethodBase, hook: str, value: Mapping[str, Tensor], exp
         hook: Name of the hook.
         value: The returned value. Some of the expected tensors can be absent.
         expected: Tensors by name.
-        place: Description of ``expected`` for the message.
+        owner: Description of ``expected`` for the message.
     """
     check_tensors(method, hook, value)
     for name, tensor in value.items():
         if name not in expected:
             raise UnknownNameError(
-                f"Expected `{type(method).__name__}.{hook}` to return tensors of {place}, but got `{name}`. The names "
+                f"Expected `{type(method).__name__}.{hook}` to return tensors of {owner}, but got `{name}`. The names "
                 f"are: {format_names(expected, 5) or 'none'}.{did_you_mean(name, expected)}",
                 argument=hook,
+                code=INVALID_HOOK,
                 value=name,
             )
         if tensor.shape != expected[name].shape:
             raise InvalidValueError(
                 f"Expected `{type(method).__name__}.{hook}` to return `{name}` in the shape "
-                f"{tuple(expected[name].shape)} of {place}, but got the shape {tuple(tensor.shape)}.",
+                f"{tuple(expected[name].shape)} of {owner}, but got the shape {tuple(tensor.shape)}.",
                 argument=hook,
+                code=INVALID_HOOK,
                 value=tuple(tensor.shape),
             )
 
@@ -99,6 +108,7 @@ def check_penalty(method: MethodBase, penalty: Tensor | float) -> None:
             f"{tuple(penalty.shape)}.",
             hint="Return `step.mean(values)` for a value per sample, and the sum for a value per parameter.",
             argument="penalty",
+            code=INVALID_HOOK,
             value=tuple(penalty.shape),
         )
     if not isinstance(penalty, Tensor | int | float):
@@ -107,6 +117,7 @@ def check_penalty(method: MethodBase, penalty: Tensor | float) -> None:
             f"{_type_name(penalty)}.",
             hint="Return 0.0 for no penalty.",
             argument="penalty",
+            code=INVALID_HOOK,
             value=penalty,
         )
 

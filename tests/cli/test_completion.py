@@ -46,6 +46,9 @@ def script(tmp_path_factory):
         ("lightning-fcl fit --seed_", "yes", {"--seed_everything"}),
         ("lightning-fcl ls sce", "yes", {"scenarios"}),
         ("lightning-fcl zoo ver", "yes", {"verify"}),
+        ("lightning-fcl ne", "yes", {"new"}),
+        ("lightning-fcl new me", "yes", {"method"}),
+        ("lightning-fcl new method X --o", "yes", {"--out"}),
         ("lightning-fcl export runs --format o", "yes", {"onnx"}),
     ],
 )
