@@ -7,7 +7,7 @@ from raising import raises
 from lightning_fcl.callbacks import EWC, SCAFFOLD
 from lightning_fcl.errors import InvalidTypeError, InvalidValueError, UnknownNameError
 from lightning_fcl.methods import Method, Needs, with_prefix
-from lightning_fcl.methods.hook_results import check_hooks
+from lightning_fcl.methods.hook_results import INVALID_HOOK, check_hooks
 
 
 def make_method(vectorized=True, **hooks):
@@ -46,7 +46,7 @@ def test_hook_invalid_result_raises(fit, make_stream, make_task, hook, value, ki
     task = make_task()
     if hook == "process_aggregate" and value and "model.weight" in value:
         value[next(iter(task.state_dict()))] = value.pop("model.weight")
-    with raises(kind, hook):
+    with raises(kind, hook, code=INVALID_HOOK):
         fit(task, make_stream(num_experiences=1, rounds_per_experience=1), [method], max_vectorized_clients=size)
 
 
@@ -63,7 +63,7 @@ def test_check_hooks_similar_name_with_same_arguments_raises():
         def update_client_memory(self, client, trained_state, data):
             return {}
 
-    with raises(UnknownNameError, "update_client_memory"):
+    with raises(UnknownNameError, "update_client_memory", code=INVALID_HOOK):
         check_hooks(Misspelled())
 
 
@@ -84,7 +84,7 @@ def test_check_hooks_helpers_are_accepted():
 @pytest.mark.parametrize("hook", ["upload_statistics", "contribute_experience"])
 def test_check_hooks_upload_without_server_state_raises(hook):
     kind = type("Uploads", (Method,), {hook: lambda self, client, trained_state, data: {}})
-    with raises(InvalidValueError, "init_server_state"):
+    with raises(InvalidValueError, "init_server_state", code=INVALID_HOOK):
         check_hooks(kind())
 
 

@@ -138,7 +138,7 @@ def test_vectorized_clients_with_different_state_entries_raise(fit, make_stream,
         def update_client_state(self, client, trained_state, data):
             return with_prefix(trained_state, "own") if client.client_round.client_id == "1" else {}
 
-    with raises(InvalidValueError, "Later"):
+    with raises(InvalidValueError, "Later", code="invalid-hook"):
         fit(make_task(), make_stream(), [Later()], max_vectorized_clients=3)
     fit(make_task(), make_stream(), [Later()], max_vectorized_clients=1)
 
