@@ -159,7 +159,8 @@ class Samples:
         """
         if not isinstance(self.x, Dataset):
             return {}
-        datasets = {id(data): data for data in _holding(self.x, indices)}
+        rows = list(indices)
+        datasets = {id(data): data for data, _, _ in innermost_items(self.x, rows, rows)}
         numbered = {str(number): data for number, data in enumerate(datasets.values())}
         return {**numbered, "collate_fn": self.collate(split_name)}
 
@@ -319,21 +320,35 @@ def loader_of(
     return replace(loading, collate_fn=return_unchanged).make_loader(_SeededRows(samples, indices, split_name, seed))
 
 
-def _holding(data: Dataset[Any], rows: Iterable[int]) -> Iterator[Dataset[Any]]:
-    """Yield the datasets that contain the given items. Known wrappers, such as subsets, are unwrapped."""
+def innermost_items(
+    data: Dataset[Any], rows: Sequence[int], positions: Sequence[int]
+) -> Iterator[tuple[Dataset[Any], list[int], list[int]]]:
+    """Yield the datasets that contain the given items. Known wrappers, such as subsets, are unwrapped.
+
+    Args:
+        data: The dataset.
+        rows: Indices of the items in ``data``.
+        positions: A number for each item.
+
+    Yields:
+        An innermost dataset, the indices of its items, and the numbers of these items from ``positions``.
+    """
     if type(data) is IndexedTargets:
-        yield from _holding(data.data, rows)
+        yield from innermost_items(data.data, rows, positions)
     elif type(data) is Subset or type(data) is SampledRows:
-        yield from _holding(data.dataset, (data.indices[int(row)] for row in rows))
+        yield from innermost_items(data.dataset, [data.indices[int(row)] for row in rows], positions)
     elif type(data) is ConcatDataset or type(data) is Joined:
-        parts: dict[int, list[int]] = {}
-        for row in rows:
+        parts: dict[int, tuple[list[int], list[int]]] = {}
+        for index, position in zip(rows, positions, strict=True):
+            row = int(index) + (len(data) if index < 0 else 0)
             number = bisect_right(data.cumulative_sizes, row)
-            parts.setdefault(number, []).append(int(row) - (data.cumulative_sizes[number - 1] if number else 0))
-        for number, dataset_rows in parts.items():
-            yield from _holding(data.datasets[number], dataset_rows)
+            part_rows, part_positions = parts.setdefault(number, ([], []))
+            part_rows.append(row - (data.cumulative_sizes[number - 1] if number else 0))
+            part_positions.append(position)
+        for number, (part_rows, part_positions) in parts.items():
+            yield from innermost_items(data.datasets[number], part_rows, part_positions)
     else:
-        yield data
+        yield data, [int(row) for row in rows], [int(position) for position in positions]
 
 
 def _all_within(data: Dataset[Any]) -> Iterator[Dataset[Any]]:

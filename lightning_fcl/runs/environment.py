@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from lightning_fcl import __version__
-from lightning_fcl.data.samples import Samples, data_name
+from lightning_fcl.data.checksum import data_checksum
+from lightning_fcl.data.samples import data_name
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.evaluation.results import CONFIG
 from lightning_fcl.io.checksums import sha256
@@ -39,8 +37,8 @@ def make_environment(stream: FederatedStream, folder: Path) -> dict[str, Any]:
     - ``git``: ``commit`` of the repository in the working directory, and ``dirty``, whether tracked files have changes
       that are not committed. None outside of a repository.
     - ``recipe_sha256``: SHA-256 of ``config.yaml``.
-    - ``data``: ``name``, ``samples`` and ``sha256`` of the data. The checksum covers the stored samples, targets,
-      owners, domains and splits. It is None for datasets that read their samples from files.
+    - ``data``: ``name``, ``samples`` and ``sha256`` of the data. The checksum covers the samples, targets, owners,
+      domains and splits. It is None for datasets whose files are unknown, see `data_checksum`.
 
     Args:
         stream: Stream of the run.
@@ -59,7 +57,7 @@ def make_environment(stream: FederatedStream, folder: Path) -> dict[str, Any]:
         "platform": f"{platform.system()} {platform.machine()}",
         "git": _find_commit(),
         "recipe_sha256": sha256(folder / CONFIG) if (folder / CONFIG).is_file() else None,
-        "data": {"name": data_name(stream.data), "samples": len(samples), "sha256": _hash_samples(samples)},
+        "data": {"name": data_name(stream.data), "samples": len(samples), "sha256": data_checksum(samples)},
     }
 
 
@@ -85,27 +83,3 @@ def _find_commit() -> dict[str, Any] | None:
         return {"commit": run("rev-parse", "HEAD"), "dirty": bool(run("status", "--porcelain", "-uno"))}
     except (subprocess.SubprocessError, OSError):
         return None
-
-
-def _hash_samples(samples: Samples) -> str | None:
-    """Return the SHA-256 of stored samples with their targets, owners, domains and splits. None for a dataset."""
-    if not isinstance(samples.x, torch.Tensor):
-        return None
-    digest = hashlib.sha256()
-    for name, values in _stored_arrays(samples):
-        if values is not None:
-            array = np.ascontiguousarray(values)
-            array = array.astype("U") if array.dtype.kind == "O" else array
-            digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
-            digest.update(array.data if array.size else b"")
-    return digest.hexdigest()
-
-
-def _stored_arrays(samples: Samples) -> Iterable[tuple[str, Any]]:
-    assert isinstance(samples.x, torch.Tensor)
-    yield (
-        "x",
-        samples.x.contiguous().view(torch.uint8 if samples.x.dtype == torch.bfloat16 else samples.x.dtype).numpy(),
-    )
-    for name in ("targets", "client_ids", "group", "test", "validation"):
-        yield name, vars(samples)[name]
