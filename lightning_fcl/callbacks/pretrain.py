@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import lightning.pytorch as L
 import numpy as np
@@ -146,6 +146,8 @@ class BaseSession(Callback):
         >>> BaseSession(epochs=60, backbone="int8").backbone
         'int8'
     """
+
+    citations: ClassVar[tuple[str, ...]] = ("kroeger2025odfcl",)
 
     pretrain_epochs: int = validated(40, at_least, 0)
     epochs: int = validated(60, at_least, 1)

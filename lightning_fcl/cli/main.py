@@ -67,6 +67,7 @@ COMMANDS = {
     "fit": ("fit.Fit", "train a recipe"),
     "test": ("fit.Test", "test the model of a run"),
     "report": ("report.Report", "write an HTML report of one or several runs"),
+    "appendix": ("appendix.Appendix", "print a description of runs for a paper, with BibTeX"),
     "reproduce": ("reproduce.Reproduce", "train the recipes of a paper, and write its table"),
     "leaderboard": (
         "leaderboard.Leaderboard",
@@ -94,6 +95,7 @@ examples:
   lightning-fcl fit quickstart
   lightning-fcl test runs/quickstart
   lightning-fcl report RUN RUN
+  lightning-fcl appendix RUN --out appendix.tex
   lightning-fcl cp flwf/flwf-2t-ft my.yaml
   lightning-fcl new method FedAnchor
   lightning-fcl reproduce flwf --seeds 5

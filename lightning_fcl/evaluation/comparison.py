@@ -27,7 +27,7 @@ from lightning_fcl.evaluation.summary import (
 )
 from lightning_fcl.evaluation.table import NEAR_TOLERANCE, Cell, Table, metric_title
 
-__all__ = ["compare_page", "find_runs", "runs_by_name"]
+__all__ = ["compare_page", "find_runs", "label_places", "runs_by_name"]
 
 _VIEWS = ("server, whole test set", "mean over clients, on all experiences so far")
 _KINDS = {"near": "within 0.05", "spread": "within 2 standard deviations", "outside": "outside"}
@@ -121,10 +121,20 @@ def runs_by_name(runs: Sequence[Path]) -> dict[str, list[dict[str, Any]]]:
     by_place: dict[Path, list[dict[str, Any]]] = {}
     for run in runs:
         by_place.setdefault(run.parent if run.name.startswith("seed-") else run, []).append(read_results(run))
-    names = [of[0]["recipe"]["row"] if of[0]["recipe"] else "" for of in by_place.values()]
-    unnamed = [place for name, place in zip(names, by_place, strict=True) if not name or names.count(name) > 1]
-    labels = dict(zip(unnamed, _shorten_paths(unnamed), strict=True))
-    return {labels.get(place, name): of for name, (place, of) in zip(names, by_place.items(), strict=True)}
+    rows = {place: of[0]["recipe"]["row"] if of[0]["recipe"] else "" for place, of in by_place.items()}
+    labels = label_places(rows)
+    return {labels[place]: of for place, of in by_place.items()}
+
+
+def label_places(rows: Mapping[Path, str]) -> dict[Path, str]:
+    """Return the name of each row in a report, by the folder of the row.
+
+    Args:
+        rows: Row of the recipe, by folder. Empty if the recipe has no row name.
+    """
+    names = [*rows.values()]
+    unnamed = [place for place, name in rows.items() if not name or names.count(name) > 1]
+    return {**rows, **dict(zip(unnamed, _shorten_paths(unnamed), strict=True))}
 
 
 def _shorten_paths(paths: Sequence[Path]) -> list[str]:

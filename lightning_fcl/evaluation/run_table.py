@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_fcl.errors import InvalidValueError, UnknownNameError
 from lightning_fcl.evaluation.comparison import RunsByName
+from lightning_fcl.evaluation.markup import LATEX, Markup
 from lightning_fcl.evaluation.metrics import DOWNLOAD_BYTES, UPLOAD_BYTES, overall_metrics
 from lightning_fcl.evaluation.record import get_quantities
 from lightning_fcl.evaluation.run_data import make_frame
@@ -146,17 +147,26 @@ class RunTable:
         if table_format == "csv":
             text: str = self.to_frame().to_csv(index=False)
             return text
+        if table_format == "markdown":
+            head, *lines = self._lines
+            return f"{markdown_table(head, lines)}\n\n{self.note}\n"
+        return f"{LATEX.comment(self.note)}\n{self.grid(LATEX)}\n"
+
+    def grid(self, markup: Markup) -> str:
+        """Return the head of the table and a line for each row, without the note."""
+        head, *lines = ([markup.text(cell) for cell in line] for line in self._lines)
+        return markup.grid(head, lines)
+
+    @property
+    def _lines(self) -> list[list[str]]:
+        """The head of the table, and a line for each row, as plain text."""
         heads = ["", *(option.rpartition(".")[2] for option in self.options), "seeds", *map(metric_title, self.metrics)]
-        lines = []
+        lines = [heads]
         for row in self.values:
             searched = (str(self.searched[row].get(option, "-")) for option in self.options)
             seeds = len({seed for of in self.values[row].values() for seed in of})
             lines.append([row, *searched, str(seeds), *(self._cell(row, name) for name in self.metrics)])
-        if table_format == "markdown":
-            return f"{markdown_table(heads, lines)}\n\n{self.note}\n"
-        latex: str = make_frame(lines, heads).to_latex(index=False, escape=True)
-        note, latex = (part.replace("±", r"$\pm$") for part in (self.note, latex))
-        return f"% {note}\n{latex}"
+        return lines
 
     @property
     def note(self) -> str:

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -91,6 +91,8 @@ class FedBuff(Synchronization):
         >>> FedBuff(ClientSpeeds(0.01, spread=0.5), buffer_size=10).staleness_weight(staleness=3)
         0.5
     """
+
+    citations: ClassVar[tuple[str, ...]] = ("nguyen2022fedbuff",)
 
     time = "at any time"
 

@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -141,6 +142,8 @@ class Krum(Reduction):
     Raises:
         ValueError: If ``num_malicious_clients`` is negative.
     """
+
+    citations: ClassVar[tuple[str, ...]] = ("blanchard2017krum",)
 
     name = "krum"
     compressible = True

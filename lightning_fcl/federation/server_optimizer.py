@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -207,6 +207,8 @@ class ServerOptimizer:
         >>> optimizer.step(server={"w": torch.tensor([1.0])}, aggregate={"w": torch.tensor([3.0])})
         {'w': tensor([2.])}
     """
+
+    citations: ClassVar[tuple[str, ...]] = ("reddi2021fedopt",)
 
     def __init__(self, factory: OptimizerFactory, names: list[str]) -> None:
         self._factory = factory

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -32,6 +32,8 @@ class Swarm:
         >>> swarm.departed_nodes(2), swarm.departed_nodes(3), swarm.elect_master(["node2", "node3"])
         (set(), {'node1'}, 'node2')
     """
+
+    citations: ClassVar[tuple[str, ...]] = ("kroeger2025odfcl",)
 
     @check_arguments
     def __init__(

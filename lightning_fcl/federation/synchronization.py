@@ -168,6 +168,8 @@ class Deadline(Synchronization):
         ['3']
     """
 
+    citations: ClassVar[tuple[str, ...]] = ("bonawitz2019scale",)
+
     @check_arguments
     def __init__(self, speeds: ClientSpeeds, timeout: float | None = None, target_uploads: int | None = None) -> None:
         super().__init__(speeds)

@@ -112,6 +112,7 @@ class Source:
         content: Description of the files.
         license: License of the files.
         citation: Citation of the files.
+        citation_keys: Keys of the papers in ``evaluation/citations.bib``.
         url: URL of the file to download. Without ``digest``, the URL of the page that offers the files. Empty if
             another package contains the files.
         size: Size of the download.
@@ -133,6 +134,7 @@ class Source:
     url: str
     size: str
     layouts: tuple[Layout, ...]
+    citation_keys: tuple[str, ...] = ()
     expected_files: str = ""
     digest: str = ""
     archive: str = ""
@@ -148,7 +150,8 @@ class Source:
                 Layout(one["name"], tuple(one["paths"]), tuple(one.get("markers", ())), one.get("required_file", ".*"))
                 for one in source_fields["layouts"]
             )
-            sources[name] = cls(name, **{**source_fields, "layouts": layouts})
+            citation_keys = tuple(source_fields.get("citation_keys", ()))
+            sources[name] = cls(name, **{**source_fields, "layouts": layouts, "citation_keys": citation_keys})
         return sources
 
     def find(self, root: str | Path | None = None) -> tuple[str, Path]:

@@ -86,6 +86,12 @@ class MethodBase:
     A tensor that matches no pattern is averaged.
     """
 
+    citations: ClassVar[tuple[str, ...]] = ()
+    """Papers of the method, for `lightning-fcl appendix`: BibTeX entries, or keys of ``evaluation/citations.bib``.
+
+    Subclasses do not inherit this attribute.
+    """
+
     of_experience: ClassVar[tuple[str, ...]] = ()
     """Name patterns of the method's tensors that belong to one experience and are reset in the next experience.
 

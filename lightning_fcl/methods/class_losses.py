@@ -81,6 +81,8 @@ class LogitAdjustment(Method):
         'federation'
     """
 
+    citations: ClassVar[tuple[str, ...]] = ("menon2021logit",)
+
     needs: ClassVar[Needs] = Needs(labels=True, logits=True, numbers=True)
     reductions: ClassVar[ReductionRules] = {"counts": SparseDeltaSum()}
 
@@ -204,7 +206,7 @@ def mean_output_loss(
 
 @dataclass(eq=False)
 class MeanOutputLoss(Method):
-    """Mean Output Loss, MOL (Kröger et al.).
+    """Mean Output Loss, MOL (Kröger et al., 2025).
 
     The loss of each step is ``cross-entropy + mu * MOL``, see `mean_output_loss`. New classes are the classes that any
     client of the federation learns in the current session and that no earlier session contained. Old classes are the
@@ -233,6 +235,8 @@ class MeanOutputLoss(Method):
         >>> MeanOutputLoss(mu=2.0).mu
         2.0
     """
+
+    citations: ClassVar[tuple[str, ...]] = ("kroeger2025odfcl",)
 
     needs: ClassVar[Needs] = Needs(labels=True, logits=True)
 

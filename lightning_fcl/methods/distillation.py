@@ -63,6 +63,8 @@ class FLwF2T(Method):
         0.001
     """
 
+    citations: ClassVar[tuple[str, ...]] = ("usmanova2021flwf",)
+
     needs: ClassVar[Needs] = Needs(logits=True)
 
     alpha: float = validated(0.001, between, 0, 1)
@@ -126,6 +128,8 @@ class FLwF(FLwF2T):
         0.999
     """
 
+    citations: ClassVar[tuple[str, ...]] = ("usmanova2021flwf",)
+
     beta: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -159,6 +163,8 @@ class LwF(Method):
         >>> LwF(strength=0.0).task_weight(Client())
         1.0
     """
+
+    citations: ClassVar[tuple[str, ...]] = ("li2016lwf",)
 
     needs: ClassVar[Needs] = Needs(labels=True, logits=True)
     """The labels of the batches define the classes that a client has seen. The distillation compares logits."""
@@ -232,6 +238,8 @@ class FedNTD(Method):
         1.0
     """
 
+    citations: ClassVar[tuple[str, ...]] = ("lee2022fedntd",)
+
     needs: ClassVar[Needs] = Needs(labels=True, logits=True)
 
     beta: float = validated(1.0, at_least, 0)
@@ -284,6 +292,8 @@ class MOON(Method):
         >>> MOON(mu=5.0).temperature
         0.5
     """
+
+    citations: ClassVar[tuple[str, ...]] = ("li2021moon",)
 
     needs: ClassVar[Needs] = Needs(labels=True)
 

@@ -134,6 +134,8 @@ class FedProx(Method):
         0.1
     """
 
+    citations: ClassVar[tuple[str, ...]] = ("li2020fedprox",)
+
     mu: float = validated(0.1, at_least, 0)
     pattern: str = "*"
 
@@ -181,6 +183,8 @@ class SCAFFOLD(Method):
         >>> SCAFFOLD().vectorizable
         True
     """
+
+    citations: ClassVar[tuple[str, ...]] = ("karimireddy2020scaffold",)
 
     needs: ClassVar[Needs] = Needs(
         uniform_weights=True, federation_reason="a single client has no drift to correct. Remove `SCAFFOLD`"
@@ -305,6 +309,8 @@ class FedDyn(ServerUpdateMethod):
         0.1
     """
 
+    citations: ClassVar[tuple[str, ...]] = ("acar2021feddyn",)
+
     needs: ClassVar[Needs] = replace(ServerUpdateMethod.needs, uniform_weights=True)
     reductions: ClassVar[ReductionRules] = {"*": "constant"}
     of_experience: ClassVar[tuple[str, ...]] = ("*",)
@@ -362,6 +368,8 @@ class FedNova(ServerUpdateMethod):
         >>> FedNova().reductions
         {}
     """
+
+    citations: ClassVar[tuple[str, ...]] = ("wang2020fednova",)
 
     vectorizable: ClassVar[bool] = True
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import lightning.pytorch as L
 import torch
@@ -83,6 +83,8 @@ class DyToxMethod(Episodic):
         >>> DyToxMethod(memory_size=0.1, distillation_weight="auto").divergence_weight
         0.1
     """
+
+    citations: ClassVar[tuple[str, ...]] = ("douillard2022dytox",)
 
     memory_size: int | float = 0.1
     distillation_weight: float | Literal["auto"] = "auto"

@@ -79,6 +79,8 @@ class GEM(Episodic):
         0.5
     """
 
+    citations: ClassVar[tuple[str, ...]] = ("lopezpaz2017gem",)
+
     margin: float = validated(0.5, at_least, 0)
 
     def project_gradient(self, client: Client, gradient: Tensor, gradient_fn: GradientFn) -> Tensor:
@@ -111,6 +113,8 @@ class AGEM(Episodic):
         >>> AGEM(memory_size=20, batch_size=256).batch_size
         256
     """
+
+    citations: ClassVar[tuple[str, ...]] = ("chaudhry2019agem",)
 
     batch_size: int | None = validated(None, at_least, 1)
 
@@ -320,6 +324,8 @@ class BCN(Episodic):
         >>> BCN(eps=0.0, theta_steps=0).beta
         0.99
     """
+
+    citations: ClassVar[tuple[str, ...]] = ("raghavan2021bcn", "zuo2024fedvit")
 
     vectorizable: ClassVar[bool] = False
 

@@ -62,6 +62,8 @@ class FedKNOW(FedViT):
         5
     """
 
+    citations: ClassVar[tuple[str, ...]] = ("luopan2022fedknow",)
+
     accumulates: ClassVar[bool] = False
 
     temperature: float = validated(2.0, above, 0)

@@ -58,6 +58,8 @@ class FedRep(Method):
         'model.head.*'
     """
 
+    citations: ClassVar[tuple[str, ...]] = ("collins2021fedrep",)
+
     needs: ClassVar[Needs] = Needs(federation_reason="it has no clients that share a body", local_head=True)
 
     head_epochs: int = validated(2, at_least, 1)
@@ -116,6 +118,8 @@ class FedViT(FedRep):
         >>> FedViT(rho=0.1, k=10).head_epochs
         2
     """
+
+    citations: ClassVar[tuple[str, ...]] = ("zuo2024fedvit",)
 
     accumulates: ClassVar[bool] = True
 

@@ -86,6 +86,8 @@ class FedWEIT(Method):
         0.3
     """
 
+    citations: ClassVar[tuple[str, ...]] = ("yoon2021fedweit",)
+
     vectorizable: ClassVar[bool] = False
     needs: ClassVar[Needs] = Needs(federation_reason="it has no other clients whose weights `FedWEIT` can use")
 

@@ -61,6 +61,8 @@ class FOT(ServerUpdateMethod):
         0.9
     """
 
+    citations: ClassVar[tuple[str, ...]] = ("bakman2024fot",)
+
     needs: ClassVar[Needs] = Needs(
         round_samples=True,
         features=True,

@@ -197,6 +197,8 @@ class GLFC(Method):
         0.0
     """
 
+    citations: ClassVar[tuple[str, ...]] = ("dong2022glfc",)
+
     needs: ClassVar[Needs] = Needs(labels=True, logits=True)
     reductions: ClassVar[ReductionRules] = {
         "gradients": ConcatNonzeroRows(),

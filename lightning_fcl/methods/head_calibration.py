@@ -57,6 +57,8 @@ class Fed3R(Method):
         {'A': (4, 6), 'B': (21,)}
     """
 
+    citations: ClassVar[tuple[str, ...]] = ("fani2024fed3r",)
+
     needs: ClassVar[Needs] = Needs(
         round_samples=True,
         features=True,
@@ -186,6 +188,8 @@ class CCVR(Method):
         >>> {name: tuple(value.shape) for name, value in state.items()}
         {'sums': (4, 6), 'products': (4, 15), 'task': (4,)}
     """
+
+    citations: ClassVar[tuple[str, ...]] = ("luo2021ccvr",)
 
     needs: ClassVar[Needs] = Needs(
         round_samples=True,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Literal
+from typing import ClassVar, Literal
 
 import lightning.pytorch as L
 import torch
@@ -57,6 +57,8 @@ class IntrinsicPlasticity(Method):
         >>> IntrinsicPlasticity(sigma=0.1, local_epochs=3).eta
         0.01
     """
+
+    citations: ClassVar[tuple[str, ...]] = ("schrauwen2008ip", "decaro2023fedclip")
 
     @check_arguments
     def __init__(

@@ -71,6 +71,8 @@ class LVTMethod(Method):
         '*.external_*'
     """
 
+    citations: ClassVar[tuple[str, ...]] = ("wang2022lvt",)
+
     vectorizable: ClassVar[bool] = False
     needs: ClassVar[Needs] = Needs(sample_loss=True, round_samples=True, tensors=True)
     accumulates: ClassVar[bool] = True

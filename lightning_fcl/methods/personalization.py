@@ -66,6 +66,8 @@ class APFL(Method):
         0.5
     """
 
+    citations: ClassVar[tuple[str, ...]] = ("deng2020apfl",)
+
     vectorizable: ClassVar[bool] = False
     needs: ClassVar[Needs] = Needs(
         labels=True,
@@ -186,6 +188,8 @@ class Ditto(APFL):
         >>> Ditto(strength=0.1).alpha0
         1.0
     """
+
+    citations: ClassVar[tuple[str, ...]] = ("li2021ditto",)
 
     needs: ClassVar[Needs] = Needs(
         labels=True,

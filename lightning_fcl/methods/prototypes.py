@@ -139,6 +139,8 @@ class FedProto(Method):
         torch.Size([4, 6])
     """
 
+    citations: ClassVar[tuple[str, ...]] = ("tan2022fedproto",)
+
     needs: ClassVar[Needs] = Needs(round_samples=True, features=True, tensors=True)
     reductions: ClassVar[ReductionRules] = {"sums": ClassSums()}
 
@@ -225,6 +227,8 @@ class ICaRL(LwF):
         >>> ICaRL(memory_size=100).accumulates
         True
     """
+
+    citations: ClassVar[tuple[str, ...]] = ("rebuffi2017icarl",)
 
     needs: ClassVar[Needs] = Needs(labels=True, logits=True, features=True, tensors=True)
     accumulates: ClassVar[bool] = True

@@ -57,6 +57,8 @@ class RegMean(ServerUpdateMethod):
         0.0
     """
 
+    citations: ClassVar[tuple[str, ...]] = ("jin2023regmean",)
+
     needs: ClassVar[Needs] = Needs(
         round_samples=True,
         features=True,
@@ -188,6 +190,8 @@ class LoRM(RegMean):
         >>> LoRM(alpha=0.5).vectorizable
         False
     """
+
+    citations: ClassVar[tuple[str, ...]] = ("salami2025lorm",)
 
     reductions: ClassVar[ReductionRules] = {
         **RegMean.reductions,

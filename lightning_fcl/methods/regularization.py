@@ -117,6 +117,8 @@ class EWC(Consolidation):
         10.0
     """
 
+    citations: ClassVar[tuple[str, ...]] = ("kirkpatrick2017ewc",)
+
     needs: ClassVar[Needs] = Needs(sample_loss=True, round_samples=True, tensors=True)
 
     def importance(self, client: Client, trained_state: State, data: Batch, names: Iterable[str]) -> State:
@@ -146,6 +148,8 @@ class MAS(Consolidation):
         >>> MAS(strength=2.0).strength
         2.0
     """
+
+    citations: ClassVar[tuple[str, ...]] = ("aljundi2018mas",)
 
     strength: float = validated(0.5, at_least, 0)
 
@@ -184,6 +188,8 @@ class SI(Consolidation):
         >>> SI(strength=0.2).damping
         0.1
     """
+
+    citations: ClassVar[tuple[str, ...]] = ("zenke2017si",)
 
     needs: ClassVar[Needs] = Needs()
     vectorizable: ClassVar[bool] = False

@@ -47,7 +47,7 @@ _SAMPLE = "sample."
 
 @dataclass(eq=False)
 class Replay(Method):
-    """Replay: add stored samples of earlier data to each batch.
+    """Experience replay (Chaudhry et al., 2019): add stored samples of earlier data to each batch.
 
     With a `FederatedStream`, each replay sample joins one batch in every local epoch. Otherwise, each batch of n
     samples gets n replay samples, or all replay samples if there are fewer than n. Each new sample is offered to the
@@ -94,6 +94,8 @@ class Replay(Method):
         >>> Replay(memory_size=10, policy="refresh", update="round").memory_size
         10
     """
+
+    citations: ClassVar[tuple[str, ...]] = ("chaudhry2019replay",)
 
     needs: ClassVar[Needs] = Needs(dict_batches=True, tensors=True)
     accumulates: ClassVar[bool] = True

@@ -60,6 +60,8 @@ class DERpp(Method):
         32
     """
 
+    citations: ClassVar[tuple[str, ...]] = ("buzzega2020derpp",)
+
     needs: ClassVar[Needs] = Needs(sample_loss=True, tensors=True)
 
     memory_size: int = validated(200, at_least, 1)
@@ -124,6 +126,8 @@ class ReFed(Method):
         >>> ReFed(memory_size=100).strength
         0.5
     """
+
+    citations: ClassVar[tuple[str, ...]] = ("li2024refed",)
 
     needs: ClassVar[Needs] = Needs(round_samples=True, sample_loss=True, tensors=True)
     accumulates: ClassVar[bool] = True
@@ -222,7 +226,7 @@ def sample_importance(
 
 @dataclass(eq=False)
 class FedCBDR(Method):
-    """FedCBDR (NeurIPS 2025): replay samples selected by their leverage among the samples of all clients.
+    """FedCBDR (Qi et al., 2025): replay samples selected by their leverage among the samples of all clients.
 
     The leverage of a sample is ``x^T (X^T X)^+ x``. Here, x contains the features of the sample, and X contains the
     features of all clients' samples. A sample that is rare among all clients has a high leverage.
@@ -258,6 +262,8 @@ class FedCBDR(Method):
         >>> FedCBDR(memory_size=100).memory_size
         100
     """
+
+    citations: ClassVar[tuple[str, ...]] = ("qi2025fedcbdr",)
 
     needs: ClassVar[Needs] = Needs(
         round_samples=True,

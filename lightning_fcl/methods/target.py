@@ -74,6 +74,8 @@ class TARGET(Method):
         16
     """
 
+    citations: ClassVar[tuple[str, ...]] = ("zhang2023target",)
+
     needs: ClassVar[Needs] = Needs(
         logits=True, tensors=True, federation_reason="it has no server that generates images. Use the strategy"
     )

@@ -25,7 +25,9 @@ _TAG = "readout.tag"
 
 
 class Unlearning(Method):
-    """Exact unlearning: remove clients from the server's sums, which then equal the sums of the remaining clients.
+    """Exact unlearning (Cao and Yang, 2015): subtract clients from the server's sums.
+
+    The server's sums then equal the sums of the remaining clients.
 
     Every client keeps the sum of its uploads to entries with the reduction ``sum``. When a client leaves, it uploads
     this sum again, and the server subtracts the sum. The client does not train in later rounds.
@@ -42,6 +44,8 @@ class Unlearning(Method):
         >>> Unlearning(requests={"7": 3}).requests
         {'7': 3}
     """
+
+    citations: ClassVar[tuple[str, ...]] = ("cao2015unlearning",)
 
     needs: ClassVar[Needs] = Needs(federation_reason="call `RidgeReadout.unlearn` with the statistics to remove")
 

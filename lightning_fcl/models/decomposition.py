@@ -61,6 +61,8 @@ class FedWEITNet(Serializable):
         (1, torch.Size([2, 10]))
     """
 
+    citations: ClassVar[tuple[str, ...]] = ("yoon2021fedweit",)
+
     lightning_fcl_protocols: ClassVar[bool] = True
 
     def __init__(self, net: nn.Module, num_tasks: int, layers: str = "body.*", threshold: float = 1e-3) -> None:

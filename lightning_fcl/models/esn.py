@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -50,6 +51,8 @@ class EchoStateNetwork(Serializable):
         >>> reservoir(torch.zeros(2, 10, 3)).shape
         torch.Size([2, 10, 50])
     """
+
+    citations: ClassVar[tuple[str, ...]] = ("decaro2023fedclip", "bacciu2021incfed")
 
     gain: nn.Parameter
     bias: nn.Parameter

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -54,6 +55,8 @@ class LVT(SplitViT):
         >>> model(torch.zeros(2, 3, 32, 32)).shape
         torch.Size([2, 10])
     """
+
+    citations: ClassVar[tuple[str, ...]] = ("wang2022lvt",)
 
     def __init__(
         self,
@@ -240,6 +243,8 @@ class DyTox(Serializable):
         >>> model(torch.zeros(2, 3, 32, 32)).shape, len(model.tokens), model.blocks[1]
         (torch.Size([2, 10]), 5, (2, 3))
     """
+
+    citations: ClassVar[tuple[str, ...]] = ("douillard2022dytox",)
 
     position: Tensor
     learnt: Tensor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -41,6 +42,8 @@ class LoRA(Serializable):
         >>> [name for name, p in model.named_parameters() if p.requires_grad]
         ['net.1.b.weight', 'net.3.weight', 'net.3.bias']
     """
+
+    citations: ClassVar[tuple[str, ...]] = ("hu2022lora",)
 
     def __init__(
         self,

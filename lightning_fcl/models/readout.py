@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, Protocol, runtime_checkable
+from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +44,8 @@ class RandomFeatures(DoublePrecision):
         >>> RandomFeatures(64, 1000)(torch.zeros(2, 64)).shape
         torch.Size([2, 1000])
     """
+
+    citations: ClassVar[tuple[str, ...]] = ("mcdonnell2023ranpac",)
 
     weight: Tensor
 

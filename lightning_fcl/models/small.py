@@ -6,7 +6,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 
@@ -95,6 +95,8 @@ class HARCNN(Serializable):
         >>> model(torch.zeros(2, 6, 128)).shape
         torch.Size([2, 6])
     """
+
+    citations: ClassVar[tuple[str, ...]] = ("usmanova2021flwf",)
 
     def __init__(
         self,
@@ -222,6 +224,8 @@ class DSICNet(Serializable):
         >>> net(torch.zeros(2, 1, 64, 48)).shape, net.backbone(torch.zeros(2, 1, 64, 48)).shape
         (torch.Size([2, 10]), torch.Size([2, 64, 4, 3]))
     """
+
+    citations: ClassVar[tuple[str, ...]] = ("kroeger2025odfcl",)
 
     def __init__(self, num_classes: int = 10, image_size: tuple[int, int] = (64, 48), channels: int = 1) -> None:
         super().__init__()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -56,6 +57,8 @@ class T2TBody(Serializable):
         >>> body(torch.zeros(2, 3, 32, 32)).shape, body.features
         (torch.Size([2, 16]), 16)
     """
+
+    citations: ClassVar[tuple[str, ...]] = ("yuan2021t2t",)
 
     positions: Tensor
 
@@ -189,6 +192,8 @@ class CvTBody(Serializable):
         >>> body(torch.zeros(2, 3, 32, 32)).shape, body.features
         (torch.Size([2, 16]), 16)
     """
+
+    citations: ClassVar[tuple[str, ...]] = ("wu2021cvt",)
 
     def __init__(
         self,

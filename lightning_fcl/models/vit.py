@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -95,6 +95,8 @@ class ViT(SplitViT):
         >>> model(torch.zeros(2, 3, 32, 32)).shape
         torch.Size([2, 10])
     """
+
+    citations: ClassVar[tuple[str, ...]] = ("zuo2024fedvit",)
 
     def __init__(
         self,

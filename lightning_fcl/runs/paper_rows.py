@@ -38,6 +38,27 @@ def read_rows(folder: Path) -> dict[str, Any]:
     return content
 
 
+def row_citations(paper: str, title: str) -> tuple[str, ...]:
+    """Return the keys of the papers of a row in ``evaluation/citations.bib``.
+
+    The result is empty for other recipes, such as recipes of the user.
+
+    Args:
+        paper: Short name of the paper.
+        title: Name of the row.
+
+    Example:
+        >>> row_citations("analytic", "RanPAC")
+        ('mcdonnell2023ranpac',)
+    """
+    file = recipes_folder() / slug(paper) / "rows.yaml"
+    if not paper or not file.is_file():
+        return ()
+    content = read_rows(file.parent)
+    row = expand_grids(content).get(title)
+    return () if row is None else (*content.get("citations", ()), *row.citations)
+
+
 def scale_folder(recipes: Path, scale: str) -> Path:
     """Return the folder with the table, figures and committed runs of a paper at a scale."""
     return recipes if scale == "paper" else safe_join(recipes, scale)
@@ -55,6 +76,8 @@ class RowEntry:
         scales: Scales at which the row can be run. None for all scales.
         notes: Texts for further columns of tables, by the name of the column.
         search: File of the hyperparameter search of this row.
+        citations: Keys of the row's papers in ``evaluation/citations.bib``. The entry ``citations`` of ``rows.yaml``
+            contains the papers of all rows.
     """
 
     configs: Sequence[str]
@@ -64,6 +87,7 @@ class RowEntry:
     scales: Sequence[str] | None = None
     notes: Mapping[str, str] = field(default_factory=dict)
     search: str | None = None
+    citations: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import lightning.pytorch as L
 import torch
@@ -130,6 +130,7 @@ class FederatedStrategy(RanksStrategy):
     """
 
     strategy_name = "federated"
+    citations: ClassVar[tuple[str, ...]] = ("mcmahan2017fedavg",)
 
     @check_arguments
     def __init__(

@@ -232,6 +232,8 @@ class HARClassifier(Classifier):
         model: A network that replaces HAR-CNN, such as a pretrained network.
     """
 
+    citations: ClassVar[tuple[str, ...]] = ("usmanova2021flwf",)
+
     def __init__(
         self,
         notation: str = "196-16C_4M_1024D",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, ClassVar, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -242,6 +242,8 @@ class ReservoirClassifier(ReservoirTask):
         torch.Size([5, 2])
     """
 
+    citations: ClassVar[tuple[str, ...]] = ("bacciu2021incfed",)
+
     def __init__(
         self,
         reservoir: EchoStateNetwork,
@@ -275,6 +277,8 @@ class ReservoirRegressor(ReservoirTask):
         >>> task(torch.zeros(5, 10, 1)).shape
         torch.Size([5, 10, 1])
     """
+
+    citations: ClassVar[tuple[str, ...]] = ("bacciu2021incfed",)
 
     def __init__(
         self,

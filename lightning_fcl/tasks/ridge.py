@@ -57,6 +57,8 @@ class RidgeClassifier(RidgeTask):
         (torch.Size([2, 10]), 32320)
     """
 
+    citations: ClassVar[tuple[str, ...]] = ("bacciu2021incfed",)
+
     output_kind: ClassVar[str] = "0/1"
 
     def __init__(

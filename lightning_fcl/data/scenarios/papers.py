@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
@@ -49,6 +49,8 @@ class FLwFScenario(Scenario):
         >>> plan.num_rounds, plan.clients, {client: len(rows) for client, rows in plan.train[0].items()}
         (8, ('client1', 'generalized'), {'client1': 120, 'generalized': 120})
     """
+
+    citations: ClassVar[tuple[str, ...]] = ("usmanova2021flwf",)
 
     provides_split = provides_clients = needs_classes = True
     num_rounds: int = 8
@@ -151,6 +153,8 @@ class ODFCLScenario(Scenario):
         >>> plan.num_rounds, plan.clients, plan.tasks["node1"], plan.class_split(20)
         (40, ('node1', 'node2', 'node3'), ((0, 1, 2, 3), (4,), (7,)), ((7, 8, 9), (0, 1, 2, 3, 4, 5, 6)))
     """
+
+    citations: ClassVar[tuple[str, ...]] = ("kroeger2025odfcl",)
 
     provides_split = provides_clients = needs_classes = True
     num_people: int = 10
@@ -314,6 +318,8 @@ class FedViTScenario(Scenario):
         >>> set(plan.tasks["1"][0]) <= set(plan.classes_of_task("1", 0))
         True
     """
+
+    citations: ClassVar[tuple[str, ...]] = ("zuo2024fedvit",)
 
     provides_clients = needs_classes = True
     num_tasks: int = validated(10, at_least, 1)
