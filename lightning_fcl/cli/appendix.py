@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from lightning_fcl.cli.main import Command
 from lightning_fcl.errors import FileConflictError, InvalidValueError
+from lightning_fcl.evaluation.bibliography import BibEntry, find_entries
 from lightning_fcl.evaluation.markup import MARKUPS, TextFormat
 from lightning_fcl.io.atomic import write_atomic
 from lightning_fcl.io.reading import read_text
@@ -60,9 +63,11 @@ class Appendix(Command):
                 argument="--out",
                 value=bibliography,
             )
-        rows = [
-            AppendixRow(label, runs, find_sources(runs[0])) for label, runs in find_recorded_runs(options.runs).items()
-        ]
+        rows = []
+        for label, runs in find_recorded_runs(options.runs).items():
+            sources = find_sources(runs[0])
+            classes = {**sources.classes, **_zoo_entries(runs[0].config)}
+            rows.append(AppendixRow(label, runs, replace(sources, classes=classes)))
         markup = MARKUPS[options.format]
         text, entries = make_appendix(rows, markup), make_bibliography(rows)
         if out is None or bibliography is None:
@@ -71,3 +76,23 @@ class Appendix(Command):
         out.parent.mkdir(parents=True, exist_ok=True)
         written = write_atomic(out, text), write_atomic(bibliography, f"{_WRITTEN}\n\n{entries}")
         print("Wrote {} and {}".format(*written))
+
+
+def _zoo_entries(config: Mapping[str, Any]) -> dict[str, tuple[BibEntry, ...]]:
+    """Return the papers of the pretrained networks in a recipe, by the ``class_path`` that loads a network.
+
+    Networks of a Hugging Face repository have no entry.
+    """
+    from lightning_fcl.evaluation.hyperparameters import class_name, find_nodes
+    from lightning_fcl.runs.paper_rows import row_citations
+    from lightning_fcl.zoo.registry import list_published
+
+    entries: dict[str, tuple[BibEntry, ...]] = {}
+    for node in find_nodes(config):
+        name = (node.get("init_args") or {}).get("name")
+        if class_name(node) in ("create_model", "pretrained_reservoir") and isinstance(name, str):
+            published = list_published().get(name.partition("@")[0])
+            recipe = published.entry.recipe if published else {}
+            keys = row_citations(str(recipe.get("paper") or ""), str(recipe.get("row") or ""))
+            entries[str(node["class_path"])] = find_entries(keys, f"the network {name}")
+    return entries

@@ -150,7 +150,7 @@ class RunTable:
         if table_format == "markdown":
             head, *lines = self._lines
             return f"{markdown_table(head, lines)}\n\n{self.note}\n"
-        return f"{LATEX.comment(self.note)}\n{self.grid(LATEX)}\n"
+        return f"{LATEX.comment(LATEX.text(self.note))}\n{self.grid(LATEX)}\n"
 
     def grid(self, markup: Markup) -> str:
         """Return the head of the table and a line for each row, without the note."""

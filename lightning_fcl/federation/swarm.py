@@ -13,7 +13,7 @@ from lightning_fcl.validation import check_arguments
 
 
 class Swarm:
-    """A federation without a server, in which an ad hoc master aggregates the uploads (Kröger et al.).
+    """A federation without a server, in which an ad hoc master aggregates the uploads (Kröger et al., 2025).
 
     The master of a round is the first reachable node. The transmitted bytes of the master count as 0, and the choice of
     the master does not change the result. A node that misses a synchronization continues from its own weights. The node

@@ -19,7 +19,7 @@ BLOCK = 64
 
 
 class EchoStateNetwork(Serializable):
-    """A reservoir of leaky-integrator units in layers (De Caro et al., eq. 1; Bacciu et al., 2021, eq. 1).
+    """A reservoir of leaky-integrator units in layers (De Caro et al., 2023, eq. 1; Bacciu et al., 2021, eq. 1).
 
     ``x(t) = (1 - a) x(t-1) + a tanh(g (W_in u(t) + b_rec + W x(t-1)) + b)``, with ``x = 0`` at the start of each
     sequence. x is the state, u the input, W_in the input weights, W the recurrent weights, and a the leaking rate. In a

@@ -52,7 +52,7 @@ def row_citations(paper: str, title: str) -> tuple[str, ...]:
         ('mcdonnell2023ranpac',)
     """
     file = recipes_folder() / slug(paper) / "rows.yaml"
-    if not paper or not file.is_file():
+    if slug(paper) != paper or not file.is_file():
         return ()
     content = read_rows(file.parent)
     row = expand_grids(content).get(title)

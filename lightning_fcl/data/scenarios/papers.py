@@ -122,7 +122,7 @@ class FLwFScenario(Scenario):
 
 @dataclass(frozen=True)
 class ODFCLScenario(Scenario):
-    """Scenario of Kröger et al.: a base session, followed by sessions in which each node of a swarm learns new classes.
+    """Scenario of Kröger et al. (2025): a base session, then sessions in which each node of a swarm learns new classes.
 
     Each class is a person. The people to learn are drawn from the dataset and numbered in the order in which they are
     learned. All other people can be used for pre-training. Experience 0 is the base session, which is not a round. The
