@@ -234,6 +234,11 @@ def test_find_entries_rejects_invalid_citation(citation):
     with pytest.raises(InvalidValueError) as error:
         find_entries((citation,), "Mine")
     assert "Mine" in str(error.value) or "BibTeX" in str(error.value)
+    if "Write the whole entry" in str(error.value):
+        fix = re.search(r"citations = \(\"(.*)\",\)", str(error.value))[1]
+        assert find_entries((fix,), "Mine")[0].fields == {"title": "A title"}
+    else:
+        assert "Correct the BibTeX entry" in str(error.value) or "twice" in str(error.value)
 
 
 def test_parse_bibtex_ignores_comments_and_blank_lines():

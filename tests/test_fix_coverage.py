@@ -88,6 +88,15 @@ TRIED_ELSEWHERE: dict[str, list[str]] = {
     "Set `max_vectorized_clients=1`.": [
         "tests/local_training/test_one_at_a_time.py::test_state_stored_in_later_vectorized_step_raises",
     ],
+    "Use --out ": ["tests/cli/test_appendix.py::test_appendix_hints_on_out_work"],
+    "Use another --out, or move this file.": ["tests/cli/test_appendix.py::test_appendix_hints_on_out_work"],
+    "Use another key in `citations` of your class.": [
+        "tests/evaluation/test_hyperparameters.py::test_make_bibliography_rejects_two_entries_with_one_key",
+    ],
+    "Correct the BibTeX entry.": ["tests/test_citations.py::test_find_entries_rejects_invalid_citation"],
+    "Write the whole entry, as in `citations = ": [
+        "tests/test_citations.py::test_find_entries_rejects_invalid_citation",
+    ],
 }
 
 # Hints whose whole text comes from a table or a value. Keys are the file and the function. Values are a test or a

@@ -74,8 +74,8 @@ class Appendix(Command):
             print(text, markup.bibliography(entries.rstrip()), sep="\n")
             return
         out.parent.mkdir(parents=True, exist_ok=True)
-        written = write_atomic(out, text), write_atomic(bibliography, f"{_WRITTEN}\n\n{entries}")
-        print("Wrote {} and {}".format(*written))
+        paths = write_atomic(out, text), write_atomic(bibliography, f"{_WRITTEN}\n\n{entries}")
+        print("Wrote {} and {}".format(*paths))
 
 
 def _zoo_entries(config: Mapping[str, Any]) -> dict[str, tuple[BibEntry, ...]]:

@@ -58,13 +58,13 @@ def data_checksum(samples: Samples) -> str | None:
         return _hash_arrays({"x": _to_numpy(samples.x), **columns}).hex()
     if not len(samples.targets):
         del columns["targets"]
-    rows, parts = range(len(samples)), list[bytes]()
+    rows, digests = range(len(samples)), list[bytes]()
     for data, part_rows, positions in innermost_items(samples.x, rows, rows):
         part_columns = {name: values[positions] for name, values in columns.items()}
-        if (part := _hash_part(data, part_rows, part_columns, samples.classes)) is None:
+        if (digest := _hash_part(data, part_rows, part_columns, samples.classes)) is None:
             return None
-        parts.append(part)
-    return hashlib.sha256(b"".join(sorted(parts))).hexdigest()
+        digests.append(digest)
+    return hashlib.sha256(b"".join(sorted(digests))).hexdigest()
 
 
 def _hash_part(
@@ -112,8 +112,8 @@ def _reader(kind: type) -> str:
         next((base for base in kind.__mro__ if name in vars(base)), object) for name in ("__getitem__", "__getitems__")
     }
     names = {owner.__name__ for owner in owners if owner is not object}
-    known = all(f"{owner.__module__}.".startswith(_KNOWN_MODULES) for owner in owners if owner is not object)
-    return names.pop() if known and len(names) == 1 else ""
+    is_known = all(f"{owner.__module__}.".startswith(_KNOWN_MODULES) for owner in owners if owner is not object)
+    return names.pop() if is_known and len(names) == 1 else ""
 
 
 def _arrays(values: Any) -> Iterator[Any]:

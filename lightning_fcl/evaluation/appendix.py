@@ -37,11 +37,11 @@ class AppendixRow:
     def hyperparameters(self) -> dict[str, Hyperparameter]:
         """Hyperparameters by their path in the recipe. If the runs have different values, the text contains all."""
         by_run = self._by_run
-        merged = {path: value for values in reversed(by_run) for path, value in values.items()}
+        all_values = {path: value for values in reversed(by_run) for path, value in values.items()}
         result = {}
         for path in dict.fromkeys(path for values in by_run for path in values):
             texts = dict.fromkeys(values[path].value if path in values else "not set" for values in by_run)
-            result[path] = merged[path]._replace(value="; ".join(texts))
+            result[path] = all_values[path]._replace(value="; ".join(texts))
         return result
 
     @property
@@ -118,8 +118,8 @@ def _hyperparameter_tables(rows: Sequence[AppendixRow], markup: Markup) -> Itera
     if shared:
         yield _table("Hyperparameters" + (" of all methods." if len(rows) > 1 else "."), shared.values(), markup)
     for row in rows:
-        if own := [value for path, value in row.hyperparameters.items() if path not in shared]:
-            yield _table(f"Hyperparameters of {row.label}.", own, markup)
+        if row_values := [value for path, value in row.hyperparameters.items() if path not in shared]:
+            yield _table(f"Hyperparameters of {row.label}.", row_values, markup)
 
 
 def _table(caption: str, values: Iterable[Hyperparameter], markup: Markup) -> str:

@@ -111,8 +111,8 @@ class _Writer:
         options = content.get("options") if isinstance(content, Mapping) else None
         details += [f"{option} = {to_text(value)}" for option, value in (options or {}).items()]
         if name:
-            own = self.sources.classes.get(content["class_path"], ()) if is_node(content) else ()
-            cited = self._cite([*self.sources.data, *own])
+            class_entries = self.sources.classes.get(content["class_path"], ()) if is_node(content) else ()
+            cited = self._cite([*self.sources.data, *class_entries])
             yield f"The data are {code(str(name))}{cited}{_parenthesis(map(text, details))}."
         yield text(f"The number of clients is {_span(len(run.clients) for run in self.runs)}.")
         partition = self.stream.get("partition")
@@ -127,8 +127,8 @@ class _Writer:
             yield f"The scenario is {self._described(scenario)}."
         experiences = _span(len(run.record["tasks"].get("server", [])) for run in self.runs)
         rounds = _count((len(run.record["rounds"]) for run in self.runs), "round")
-        reached = _span(len({entry["experience"]["server"] for entry in run.record["rounds"]}) for run in self.runs)
-        yield text(f"Training took {rounds}, in {reached} of {experiences} experiences.")
+        num_reached = _span(len({entry["experience"]["server"] for entry in run.record["rounds"]}) for run in self.runs)
+        yield text(f"Training took {rounds}, in {num_reached} of {experiences} experiences.")
         sampled = _count(
             (len(entry["download_bytes"]) for run in self.runs for entry in run.record["rounds"]), "client"
         )
@@ -145,12 +145,12 @@ class _Writer:
             epochs = _count([local["local_epochs"]], "local epoch")
             yield text(f"The clients trained for {epochs} per round{batches}.")
         model = self.config.get("model") or {}
-        found = False
+        has_optimizer = False
         for name, title in _OPTIMIZERS.items():
             for node in _named_nodes(model, name):
-                found = found or name == "optimizer"
+                has_optimizer = has_optimizer or name == "optimizer"
                 yield f"The {title} is {self._described(node)}."
-        if self.config and not found:
+        if self.config and not has_optimizer:
             yield text("The recipe names no optimizer, so that the module defines its own optimizer or needs none.")
         if self.sources.averaging:
             weights = self.federation.get("client_weights")
@@ -173,8 +173,8 @@ class _Writer:
         seeds = sorted(run.run.seed for run in self.runs)
         noun = "seed is" if len(seeds) == 1 else "seeds are"
         yield text(f"The random {noun} {_join(map(str, seeds))}.")
-        if measured := _distinct(run.results.get("measured_on") for run in self.runs):
-            yield text(f"Metrics were measured on the {_join(measured)} samples.")
+        if splits := _distinct(run.results.get("measured_on") for run in self.runs):
+            yield text(f"Metrics were measured on the {_join(splits)} samples.")
         if machines := _distinct(run.results.get("machine") for run in self.runs):
             yield text(f"Hardware: {'; '.join(machines)}.")
         versions: dict[str, list[str]] = {}
@@ -193,34 +193,36 @@ class _Writer:
         else:
             yield f"Software: {text('lightning-fcl')}{self.markup.cite([LIBRARY])}."
         commits = (run.environment.get("git") or {} for run in self.runs)
-        described = (
+        commit_texts = (
             f"{git['commit'][:12]}{' with uncommitted changes' if git.get('dirty') else ''}"
             for git in commits
             if isinstance(git.get("commit"), str)
         )
-        if distinct := _distinct(described):
+        if distinct := _distinct(commit_texts):
             yield text(f"Git commit of the working directory: {_join(distinct)}.")
 
     def costs(self) -> Iterator[str]:
         """Yield sentences on the duration and the communication of a run."""
         text = self.markup.text
-        several = " on average over the seeds" if len(self.runs) > 1 else ""
+        average_note = " on average over the seeds" if len(self.runs) > 1 else ""
         seconds = [sum(entry["seconds"] for entry in run.record["rounds"]) for run in self.runs]
-        yield text(f"A run took {format_value(seed_statistics(seconds).mean, 's')}{several}, including tests.")
+        yield text(f"A run took {format_value(seed_statistics(seconds).mean, 's')}{average_note}, including tests.")
         simulated = [
             sum(entry["simulated_seconds"] for entry in run.record["rounds"])
             for run in self.runs
             if all("simulated_seconds" in entry for entry in run.record["rounds"])
         ]
         if simulated:
-            yield text(f"The simulated clock measured {format_value(seed_statistics(simulated).mean, 's')}{several}.")
+            yield text(
+                f"The simulated clock measured {format_value(seed_statistics(simulated).mean, 's')}{average_note}."
+            )
         sizes = []
         for metric, verb in ((UPLOAD_BYTES, "uploaded"), (DOWNLOAD_BYTES, "downloaded")):
             name = f"{metric.name}/total"
             values = [run.run.metrics[name] for run in self.runs if name in run.run.metrics]
             sizes += [f"{verb} {format_value(seed_statistics(values).mean, 'B')}"] if values else []
         if sizes:
-            yield text(f"In a run, all clients together {' and '.join(sizes)}{several}.")
+            yield text(f"In a run, all clients together {' and '.join(sizes)}{average_note}.")
 
     def others(self) -> Iterator[str]:
         """Yield a sentence on the components with a citation that no other sentence cites."""

@@ -103,9 +103,9 @@ def _parse_value(text: str, start: int) -> tuple[str, int]:
     raise _error(text, start, "balanced braces in a value")
 
 
-def _error(text: str, position: int, what: str) -> InvalidValueError:
+def _error(text: str, position: int, expected_text: str) -> InvalidValueError:
     return InvalidValueError(
-        f"Expected {what} in a BibTeX entry, but got {text[position : position + 60]!r}.",
+        f"Expected {expected_text} in a BibTeX entry, but got {text[position : position + 60]!r}.",
         hint="Correct the BibTeX entry.",
         argument="citations",
         value=text[position : position + 60],

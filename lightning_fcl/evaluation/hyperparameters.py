@@ -121,9 +121,9 @@ def _of_nodes(value: object, path: str, argument: str = "") -> Iterator[Hyperpar
         name = class_name(node)
         counts[name] = number = counts.get(name, 0) + 1
         # The path contains the class, so that a list with other objects before this object has the same path.
-        place = f"{path}.{name}" + (f".{number}" if number > 1 else "")
+        node_path = f"{path}.{name}" + (f".{number}" if number > 1 else "")
         owner = f"{name} ({argument})" if argument else name
-        yield from _arguments(owner, node.get("init_args") or {}, place)
+        yield from _arguments(owner, node.get("init_args") or {}, node_path)
 
 
 def _arguments(owner: str, arguments: Mapping[str, Any], path: str, prefix: str = "") -> Iterator[Hyperparameter]:

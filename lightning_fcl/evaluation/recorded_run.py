@@ -93,15 +93,15 @@ def find_recorded_runs(folders: Sequence[Path]) -> dict[str, list[RecordedRun]]:
         FileNotFoundError: If a folder contains no run.
         ValueError: If a file of a run is damaged.
     """
-    found: dict[Path, None] = {}
+    all_folders: dict[Path, None] = {}
     for folder in folders:
         run_folders = sorted({path.parent for name in ("results.json", RECORD) for path in folder.rglob(name)})
         if not run_folders:
             raise make_missing_run_error(folder)
-        found |= dict.fromkeys(run_folders)
-    by_place: dict[Path, list[RecordedRun]] = {}
-    for folder in found:
-        place = folder.parent if folder.name.startswith("seed-") else folder
-        by_place.setdefault(place, []).append(RecordedRun.read(folder))
-    labels = label_places({place: runs[0].row for place, runs in by_place.items()})
-    return {labels[place]: runs for place, runs in by_place.items()}
+        all_folders |= dict.fromkeys(run_folders)
+    runs_by_folder: dict[Path, list[RecordedRun]] = {}
+    for folder in all_folders:
+        row_folder = folder.parent if folder.name.startswith("seed-") else folder
+        runs_by_folder.setdefault(row_folder, []).append(RecordedRun.read(folder))
+    labels = label_places({row_folder: runs[0].row for row_folder, runs in runs_by_folder.items()})
+    return {labels[row_folder]: runs for row_folder, runs in runs_by_folder.items()}

@@ -31,13 +31,13 @@ _DIGEST = re.compile("[0-9a-f]{64}")
 class _Entry(NamedTuple):
     """A cached checksum, with the size and the times of the file before the file was read.
 
-    The time of the last change of the inode (``changed``) detects a file that was replaced with an equal size and an
+    The time of the last change of the inode (`changed_ns`) detects a file that was replaced with an equal size and an
     equal modification time.
     """
 
     size: int
-    modified: int
-    changed: int
+    modified_ns: int
+    changed_ns: int
     digest: str
 
     def is_of(self, status: os.stat_result) -> bool:
@@ -71,9 +71,11 @@ def file_digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
     folder = folder.absolute()
     statuses = {name: (folder / name).stat() for name in names}
     cache = _cache_path(folder)
-    known = {} if cache is None else _read_cache(cache)
+    cached_entries = {} if cache is None else _read_cache(cache)
     result = {
-        name: known[name].digest for name, status in statuses.items() if name in known and known[name].is_of(status)
+        name: cached_entries[name].digest
+        for name, status in statuses.items()
+        if name in cached_entries and cached_entries[name].is_of(status)
     }
     missing = [name for name in statuses if name not in result]
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -85,11 +87,13 @@ def file_digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
         for name, status in statuses.items()
         if max(status.st_mtime_ns, status.st_ctime_ns) < started - _SETTLED_NANOSECONDS
     }
-    if cache is not None and any(known.get(name) != entry for name, entry in entries.items()):
-        others = {name: entry for name, entry in known.items() if name not in statuses and (folder / name).is_file()}
+    if cache is not None and any(cached_entries.get(name) != entry for name, entry in entries.items()):
+        other_entries = {
+            name: entry for name, entry in cached_entries.items() if name not in statuses and (folder / name).is_file()
+        }
         with suppress(OSError):
             cache.parent.mkdir(parents=True, exist_ok=True)
-            _write_cache(cache, {**others, **entries})
+            _write_cache(cache, {**other_entries, **entries})
     return {name: result[name] for name in statuses}
 
 
@@ -113,12 +117,12 @@ def _read_cache(path: Path) -> dict[str, _Entry]:
 
 
 def _parse(entry: list[object]) -> _Entry:
-    size, modified, changed, digest = entry
-    if not isinstance(size, int) or not isinstance(modified, int) or not isinstance(changed, int):
+    size, modified_ns, changed_ns, digest = entry
+    if not isinstance(size, int) or not isinstance(modified_ns, int) or not isinstance(changed_ns, int):
         raise ValueError("the size or a time is not a number")
     if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
         raise ValueError("the checksum is invalid")
-    return _Entry(size, modified, changed, digest)
+    return _Entry(size, modified_ns, changed_ns, digest)
 
 
 def _write_cache(path: Path, entries: Mapping[str, _Entry]) -> None:

@@ -24,7 +24,7 @@ def find_sources(run: RecordedRun) -> Sources:
     Raises:
         InvalidValueError: If the attribute `citations` of a class is invalid.
     """
-    classes, failed = _import_classes(run.config)
+    classes, not_imported = _import_classes(run.config)
     # The papers of the strategy are cited only if the strategy averages.
     entries = {path: class_entries(kind) for path, kind in classes.items() if kind is not FederatedStrategy}
     strategy = (run.config.get("trainer") or {}).get("strategy")
@@ -39,7 +39,7 @@ def find_sources(run: RecordedRun) -> Sources:
         find_entries(row_citations(str(recipe.get("paper") or ""), run.row), "the recipe"),
         class_entries(FederatedStrategy) if _averages(run.config, federation, classes) else (),
         class_entries(ServerOptimizer) if federation.get("server_optimizer") else (),
-        failed,
+        not_imported,
     )
 
 
@@ -54,13 +54,13 @@ def class_entries(kind: object) -> tuple[BibEntry, ...]:
 
 def _import_classes(config: Mapping[str, Any]) -> tuple[dict[str, object], list[str]]:
     """Return the class or function of each ``class_path`` in a recipe, and the paths that cannot be imported."""
-    classes, failed = dict[str, object](), list[str]()
+    classes, not_imported = dict[str, object](), list[str]()
     for path in dict.fromkeys(str(node["class_path"]) for node in find_nodes(config)):
         try:
             classes[path] = resolve_class(path)
         except Exception:  # the import of a module of the user can raise any error
-            failed.append(path)
-    return classes, failed
+            not_imported.append(path)
+    return classes, not_imported
 
 
 def _reduction_names(reductions: object) -> list[str]:

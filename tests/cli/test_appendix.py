@@ -255,6 +255,21 @@ def test_appendix_out_writes_text_and_bibtex(runs, tmp_path, capsys):
     assert not (tmp_path / "refs.tex").exists()
 
 
+@pytest.mark.seconds
+def test_appendix_hints_on_out_work(runs, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        main(["appendix", str(runs / "own"), "--out", "a.bib"])
+    fix = re.search(r"Use --out (\S+)\.\n", capsys.readouterr().err)[1]
+    (tmp_path / "b.bib").write_text("")
+    with pytest.raises(SystemExit):
+        main(["appendix", str(runs / "own"), "--out", "b.tex"])
+    assert "Use another --out, or move this file." in capsys.readouterr().err and fix == "a.tex"
+    (tmp_path / "b.bib").rename(tmp_path / "c.bib")
+    for out in (fix, "b.tex"):
+        assert run_command(capsys, runs / "own", "--out", out) == f"Wrote {out} and {out[0]}.bib\n"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -129,5 +129,7 @@ def test_make_bibliography_rejects_two_entries_with_one_key():
     ]
     with pytest.raises(InvalidValueError, match="mine") as error:
         make_bibliography(rows)
-    assert "another key" in str(error.value)
+    assert "Use another key" in str(error.value)
+    other = AppendixRow("y", [run], Sources({"a.B": find_entries("@misc{other, note = {y}}", "B")}))
+    assert make_bibliography([rows[0], other]).count("@misc{") == 3
     assert make_bibliography([rows[0], rows[0]]).count("@misc{mine") == 1
