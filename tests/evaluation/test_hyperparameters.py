@@ -133,3 +133,20 @@ def test_make_bibliography_rejects_two_entries_with_one_key():
     other = AppendixRow("y", [run], Sources({"a.B": find_entries("@misc{other, note = {y}}", "B")}))
     assert make_bibliography([rows[0], other]).count("@misc{") == 3
     assert make_bibliography([rows[0], rows[0]]).count("@misc{mine") == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "settings", "expected"),
+    [
+        ("lightning_fcl.Classifier", {}, True),
+        ("lightning_fcl.Classifier", {"reductions": {"*": "median"}}, False),
+        ("lightning_fcl.Classifier", {"synchronization": node("lightning_fcl.FedBuff")}, False),
+        ("lightning_fcl.RidgeClassifier", {}, False),
+        ("missing_module.Net", {}, False),
+    ],
+)
+def test_find_sources_cites_fedavg_only_if_all_uploads_are_averaged(module, settings, expected):
+    strategy = node("lightning_fcl.FederatedStrategy", local_epochs=1, **settings)
+    sources = find_sources(make_run({"trainer": {"strategy": strategy}, "model": node(module)}))
+    assert [entry.key for entry in sources.averaging] == ["mcmahan2017fedavg"] * expected
+    assert ("mcmahan2017fedavg" in {entry.key for entry in sources.entries}) == expected
