@@ -11,7 +11,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -143,7 +142,7 @@ class Krum(Reduction):
         ValueError: If ``num_malicious_clients`` is negative.
     """
 
-    citations: ClassVar[tuple[str, ...]] = ("blanchard2017krum",)
+    citations = ("blanchard2017krum",)
 
     name = "krum"
     compressible = True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -52,7 +51,7 @@ class EchoStateNetwork(Serializable):
         torch.Size([2, 10, 50])
     """
 
-    citations: ClassVar[tuple[str, ...]] = ("decaro2023fedclip", "bacciu2021incfed")
+    citations = ("decaro2023fedclip", "bacciu2021incfed")
 
     gain: nn.Parameter
     bias: nn.Parameter

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -56,7 +55,7 @@ class LVT(SplitViT):
         torch.Size([2, 10])
     """
 
-    citations: ClassVar[tuple[str, ...]] = ("wang2022lvt",)
+    citations = ("wang2022lvt",)
 
     def __init__(
         self,
@@ -244,7 +243,7 @@ class DyTox(Serializable):
         (torch.Size([2, 10]), 5, (2, 3))
     """
 
-    citations: ClassVar[tuple[str, ...]] = ("douillard2022dytox",)
+    citations = ("douillard2022dytox",)
 
     position: Tensor
     learnt: Tensor

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
-from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -43,7 +42,7 @@ class LoRA(Serializable):
         ['net.1.b.weight', 'net.3.weight', 'net.3.bias']
     """
 
-    citations: ClassVar[tuple[str, ...]] = ("hu2022lora",)
+    citations = ("hu2022lora",)
 
     def __init__(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -58,7 +57,7 @@ class T2TBody(Serializable):
         (torch.Size([2, 16]), 16)
     """
 
-    citations: ClassVar[tuple[str, ...]] = ("yuan2021t2t",)
+    citations = ("yuan2021t2t",)
 
     positions: Tensor
 
@@ -193,7 +192,7 @@ class CvTBody(Serializable):
         (torch.Size([2, 16]), 16)
     """
 
-    citations: ClassVar[tuple[str, ...]] = ("wu2021cvt",)
+    citations = ("wu2021cvt",)
 
     def __init__(
         self,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import ClassVar
 
 import numpy as np
 
@@ -44,7 +43,7 @@ class Blurry(Scenario):
         ([1, 1, 1, 1, 1, 3, 3, 3, 3, 3], 1000)
     """
 
-    citations: ClassVar[tuple[str, ...]] = ("moon2023siblurry",)
+    citations = ("moon2023siblurry",)
 
     needs_classes = True
     num_experiences: int = validated(5, at_least, 1)
