@@ -252,11 +252,12 @@ def snapshot_progress(trainer: L.Trainer) -> Callable[[], None]:
     counters.append(loop.manual_optimization.optim_step_progress)
     counts = [vars(part) for counter in counters for part in (counter.current, counter.total)]
     counts.append(vars(loop.batch_progress))
-    count_copies = [dict(count) for count in counts]
+    count_copies, logger_step = [dict(count) for count in counts], loop._batches_that_stepped
 
     def restore() -> None:
         for count, previous_count in zip(counts, count_copies, strict=True):
             count.update(previous_count)
+        loop._batches_that_stepped = logger_step
         epochs.current.ready -= 1
         epochs.total.ready -= 1
 

@@ -30,6 +30,7 @@ from lightning_fcl.simulation.checkpoint_content import check_states, drop_objec
 from lightning_fcl.simulation.counters import snapshot_progress
 from lightning_fcl.simulation.federation import Federation, require_started
 from lightning_fcl.simulation.fit import choose_min_batch_size
+from lightning_fcl.simulation.logger_steps import LoggerSteps
 from lightning_fcl.simulation.round import Round
 from lightning_fcl.simulation.setup_checks import check_monitors
 from lightning_fcl.validation import format_code_names
@@ -75,12 +76,14 @@ class FitHooks(Callback):
 
     Attributes:
         round: The current round. None before the first round.
+        logger_steps: The step of logged values.
     """
 
     def __init__(self, federation: Federation) -> None:
         self.federation = federation
         self.round: Round | None = None
         self.has_started = False  # whether this fit has started to train
+        self.logger_steps = LoggerSteps()
         self._logs: RoundLog | None = None
         self._undo_progress: Callable[[], None] | None = None  # restores the counters from before the current round
         self._left_out: list[str] = []  # hyperparameters that the last warning listed
@@ -137,7 +140,9 @@ class FitHooks(Callback):
         Therefore `reload_dataloaders_every_n_epochs` gets the user's value again, which applies to validation loaders.
         """
         self._hide_left()
+        self.logger_steps.show_batches(trainer)
         self._undo_progress = snapshot_progress(trainer)
+        self.logger_steps.show_round(trainer, trainer.current_epoch)  # for callbacks that log when a round starts
         self.federation.limits.finish_current_round(trainer)
         trainer.reload_dataloaders_every_n_epochs = self.federation.limits.reloads  # type: ignore[attr-defined]
         seed_all(self.federation.seed, "server", trainer.current_epoch)
@@ -148,6 +153,7 @@ class FitHooks(Callback):
     ) -> None:
         """Use the optimizer of the current clients, and keep the gradients of batches that share an optimizer step."""
         federation = self.federation
+        self.logger_steps.show_batches(trainer)
         federation.use_optimizer(trainer)
         if not federation.local_steps.is_first_batch:
             # Lightning zeroes gradients if this value divides `batch_idx`. `training_step` sets the value back to 1.
@@ -162,6 +168,7 @@ class FitHooks(Callback):
     ) -> None:
         """After the last batch of a group of clients, let the clients upload. After the last group, aggregate."""
         federation, current = self.federation, require_started(self.round, "a fit")
+        self.logger_steps.show_batches(trainer)  # An empty batch has no `on_train_batch_start`.
         progress = current.progress
         progress.has_trained = True
         if progress.last_batch:
@@ -175,6 +182,16 @@ class FitHooks(Callback):
         self._end_round(trainer)
         if self._logs is not None:
             self._logs.start_batch(None)
+        self.logger_steps.show_round(trainer, trainer.current_epoch)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.logger_steps.show_batches(trainer)
+
+    def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.logger_steps.show_round(trainer, trainer.current_epoch)
+
+    def on_test_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.logger_steps.show_batches(trainer)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """End the round. Hooks that run after this hook can read the attribute values of the last client."""
@@ -184,10 +201,13 @@ class FitHooks(Callback):
         require_started(self._logs, "a fit").reduce_and_log()
         if self.federation.loose is not None:
             self.federation.loose.expose_last_client()
+        # After this hook, Lightning subtracts 1 from the counter before it logs the values of the round.
+        self.logger_steps.show_round(trainer, trainer.current_epoch + 1)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Finish the experiences if the fit was stopped early, and copy the states of all clients to every process."""
         self._undo_progress = None
+        self.logger_steps.show_batches(trainer)
         self._forget_logs()
         self._hide_left()
         if trainer.current_epoch < (trainer.max_epochs or 0):
@@ -201,6 +221,7 @@ class FitHooks(Callback):
         if trainer.state.fn == "fit" and trainer.ckpt_path and self.round is None:
             exception.add_note(RestoredNote(f"{trainer.ckpt_path} was being restored"))
         self._settle()
+        self.logger_steps.show_batches(trainer)
         if self._undo_progress is not None and not self.federation.current_round.done:
             self._undo_progress()
         self._undo_progress = None

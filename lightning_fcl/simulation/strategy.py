@@ -386,8 +386,8 @@ class FederatedStrategy(RanksStrategy):
 
         If a hook saves a checkpoint while a client trains, the checkpoint still contains the counters of all clients.
         """
-        with self.federation.counters.totals():
-            trainer = self.federation.module.trainer
+        trainer = self.federation.module.trainer
+        with self.federation.counters.totals(), self._hooks.logger_steps.batches(trainer):
             checkpoint["global_step"] = trainer.global_step
             checkpoint["loops"]["fit_loop"] = trainer.fit_loop.state_dict()
             super().save_checkpoint(readable(checkpoint), filepath, storage_options)
