@@ -12,6 +12,7 @@ import lightning.pytorch as L
 import numpy as np
 from lightning.pytorch.callbacks import Callback
 
+from lightning_fcl.callbacks.client_values import log_round
 from lightning_fcl.callbacks.evaluator import (
     Counts,
     Evaluator,
@@ -20,13 +21,14 @@ from lightning_fcl.callbacks.evaluator import (
     evaluation_groups,
     is_evaluated_by_step,
 )
+from lightning_fcl.callbacks.run_tracking import log_final_metrics, log_method
 from lightning_fcl.callbacks.weight_averaging import averaged_weights
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.scenarios import Plan
 from lightning_fcl.data.trainer_access import get_callbacks, require_stream
 from lightning_fcl.errors import InvalidValueError, MissingValueError
 from lightning_fcl.evaluation.continual import group_name
-from lightning_fcl.evaluation.record import ACCURACY
+from lightning_fcl.evaluation.record import ACCURACY, truncate_record
 from lightning_fcl.federation.aggregation import State, load_state_tensors, state_tensors
 from lightning_fcl.federation.protocols import HasLocalModels, HasMetrics, find_federation, get_ranks
 from lightning_fcl.federation.ranks import SINGLE_RANK, gather_by_client
@@ -108,6 +110,7 @@ class ContinualMetrics(Callback):
         if not isinstance(self.clients, str):
             self.clients = [str(client) for client in self.clients]
         self.record: dict[str, Any] = {}
+        self.first_tasks: int | None = None  # number of tasks that count for the final metrics. None: all tasks
         self._current: dict[str, Counts | Values] = {}
         # With `when="both"`: results of the clients that ended an experience in the current round, before aggregation.
         self._own: dict[str, Counts | Values] = {}
@@ -159,6 +162,7 @@ class ContinualMetrics(Callback):
             if self.evaluate_before_fit:
                 self.record["start"] = self._evaluate(pl_module, "server")
         self._started = time.monotonic()
+        log_method(trainer)
 
     def _check_order(self, trainer: L.Trainer) -> None:
         """Raise ValueError if a method that changes predictions ends its epoch after this callback."""
@@ -241,10 +245,8 @@ class ContinualMetrics(Callback):
             }
         )
         self._started, self._own, self._drawn = current_time, {}, {}
-        values = {
-            f"{model}/{name}": v for model, found in tested.items() for name, v in self._overall_values(found).items()
-        }
-        pl_module.log_dict(values, on_step=False, on_epoch=True, batch_size=1)
+        values = {model: self._overall_values(found) for model, found in tested.items()}
+        log_round(trainer, pl_module, values, self.record["rounds"][-1]["experience"]["server"])
 
     def _gathered(self, trainer: L.Trainer, local_values: Mapping[str, T]) -> dict[str, T]:
         """Return the values of all clients, gathered from the processes that store the client states."""
@@ -361,6 +363,13 @@ class ContinualMetrics(Callback):
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if find_federation(trainer) is None and self.record and "training" not in self.record:
             self.on_train_end(trainer, pl_module)
+        if self.record.get("rounds"):
+            log_final_metrics(trainer, self.final_record)
+
+    @property
+    def final_record(self) -> dict[str, Any]:
+        """The record of the tasks that count for the final metrics."""
+        return truncate_record(self.record, self.first_tasks) if self.first_tasks else self.record
 
     def state_dict(self) -> dict[str, Any]:
         return {"record": self.record}

@@ -40,8 +40,11 @@ RECORD = "record.jsonl"
 ENVIRONMENT = "environment.json"
 """Name of the file with the versions, the machine, the git commit and the checksums of a run."""
 
+LOGGER_RUNS = "loggers.json"
+"""Name of the file with the ids of the run in W&B and MLflow, which a resumed fit continues."""
+
 _SEAL = "files.txt"
-_WRITTEN = (LAST, RECORD, _SEAL, ENVIRONMENT, "results.json", "metrics.json", "metrics.csv", "report.html")
+_WRITTEN = (LAST, RECORD, _SEAL, ENVIRONMENT, "results.json", "metrics.json", "metrics.csv", "report.html", LOGGER_RUNS)
 
 
 class RecordFile:

@@ -29,6 +29,8 @@ class LocalResult:
             the module. None: ``uploads`` contains the states of the clients.
         optimizer_state: Optimizer state of the only client of the group. None: the optimizer state is not kept.
         has_finite_loss: Whether the loss of each client was finite in every step, shape (clients,). None: not checked.
+        step_losses: For each step, the loss of each client without the terms of methods, shape (clients with a batch,)
+            or more. None in place of a step that has no loss.
     """
 
     uploads: State
@@ -36,6 +38,7 @@ class LocalResult:
     module_state: State | None = None
     optimizer_state: StateSection | None = None
     has_finite_loss: Tensor | None = None
+    step_losses: Sequence[Tensor | None] = ()
 
     def trained_state(self, row: int) -> State:
         """Return the state of the client with index ``row`` in the group, after its training."""

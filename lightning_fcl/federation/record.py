@@ -8,9 +8,25 @@ from dataclasses import dataclass, field
 from lightning_fcl.federation.ranks import Ranks
 
 
+@dataclass(frozen=True)
+class ClientLoss:
+    """The training loss of a client in one round: the mean over the samples of the client's batches.
+
+    The loss is the value that the training step returns, without the terms that methods add. Replay samples in a batch
+    count as samples of the batch.
+
+    Args:
+        mean: Mean over all local epochs.
+        epochs: Mean for each local epoch. NaN for an epoch without a loss.
+    """
+
+    mean: float
+    epochs: tuple[float, ...]
+
+
 @dataclass
 class RoundRecord:
-    """The record of one round: the bytes of each client, and the clients whose uploads are missing.
+    """The record of one round: bytes and losses of each client, and the clients whose uploads are missing.
 
     Args:
         accepted: Clients with an accepted upload.
@@ -19,6 +35,8 @@ class RoundRecord:
         dropped: Reason for each client with a dropped upload.
         no_data: Sampled clients that have no data, or too few samples to train on.
         missed_sync: Clients that trained but missed the synchronization.
+        train_losses: Training loss of each client that trained with a loss. Empty on the server of a deployment,
+            because losses stay on the nodes.
         diverged: Clients that had a non-finite loss in a step, although their upload is finite.
         master: In a swarm, the client that aggregated the uploads.
         late_clients: Clients whose uploads would arrive too late on the simulated clock. They did not train.
@@ -36,6 +54,7 @@ class RoundRecord:
     dropped: dict[str, str] = field(default_factory=dict)
     no_data: list[str] = field(default_factory=list)
     missed_sync: list[str] = field(default_factory=list)
+    train_losses: dict[str, ClientLoss] = field(default_factory=dict)
     diverged: list[str] = field(default_factory=list)
     master: str | None = None
     late_clients: list[str] = field(default_factory=list)

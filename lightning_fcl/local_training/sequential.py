@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -61,8 +61,8 @@ class SequentialTrainer:
         self._keep_optimizer, self._seed = keep_optimizer_state, seed
         # Parameter groups of the optimizers before a client's optimizer state is loaded.
         self._begun: list[list[dict[str, Any]]] = []
-        # Losses of the client's steps.
-        self._losses: list[Tensor] = []
+        # For each step of the client, the loss, or None if the step has no loss.
+        self._step_losses: list[Tensor | None] = []
         # Context in which a step and its backward pass draw random numbers.
         self._random = KeyedRandomness(torch.empty(0))
         # Whether the client's steps may draw random numbers. The first step of the client determines the value.
@@ -80,7 +80,7 @@ class SequentialTrainer:
         optimizer_states: Sequence[StateSection],
     ) -> None:
         state = states[0]
-        self._client_rounds, self._steps, self._losses, self._draws = clients, 0, [], True
+        self._client_rounds, self._steps, self._step_losses, self._draws = clients, 0, [], True
         self._received = set(state)
         load_state_tensors(self._module, state)
         self._begun = copy.deepcopy([*map(group_values, self._optimizers)]) if self._keep_optimizer else []
@@ -98,13 +98,14 @@ class SequentialTrainer:
         self._steps += 1
         try:
             with self.keyed_rng():
-                loss: Tensor | None = self._step(batch) if batch_idx is None else self._step(batch, batch_idx)
+                result: Tensor | None = self._step(batch) if batch_idx is None else self._step(batch, batch_idx)
         except ValueError as error:
             reraise_batchnorm_error(error, self._client_rounds[0])
             raise
-        if isinstance(loss, Tensor):
-            self._losses.append(loss.detach())
-        return loss
+        loss: object = result.get("loss") if isinstance(result, Mapping) else result
+        # Methods change the loss in place after a manual step has returned.
+        self._step_losses.append(loss.detach().clone() if isinstance(loss, Tensor) else None)
+        return result
 
     def _key(self, step: int) -> Tensor:
         """Return the key of the random layers in a step."""
@@ -128,7 +129,8 @@ class SequentialTrainer:
                 hint="Create the state in `__init__` or in `configure_model`.",
                 argument=new[0],
             )
-        losses: list[float] = torch.cat([loss.flatten() for loss in self._losses]).tolist() if self._losses else []
+        step_losses = [loss.flatten() for loss in self._step_losses if loss is not None]
+        losses: list[float] = torch.cat(step_losses).tolist() if step_losses else []
         driver = get_driver(self._module.trainer) if self._methods else None
         finite = all(map(math.isfinite, losses)) and (driver is None or bool(driver.has_finite_loss))
         client_optimizer_state: StateSection | None = None
@@ -144,6 +146,8 @@ class SequentialTrainer:
             trained_state,
             client_optimizer_state,
             torch.tensor([finite]),
+            # A loss with several numbers is only possible with manual optimization.
+            [None if loss is None or loss.numel() != 1 else loss.reshape(1) for loss in self._step_losses],
         )
 
 

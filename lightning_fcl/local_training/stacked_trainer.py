@@ -53,6 +53,7 @@ class StackedTrainer(ABC):
         untrained_state: All other tensors of the module's state, stacked.
         methods: Methods that change the loss of at least one of the current clients.
         has_finite_loss: Whether all losses of each client were finite, shape (clients,).
+        step_losses: Task losses of each step, see `LocalResult`.
     """
 
     is_stacked = True
@@ -92,6 +93,7 @@ class StackedTrainer(ABC):
         self._received = {n: by_columns(v) if n in self._by_columns else v for n, v in stacked_state.items()}
         self.params, self.optimizer = self._parameters(len(states))
         self.has_finite_loss = torch.ones(self.number, dtype=torch.bool)
+        self.step_losses: list[Tensor | None] = []
         module_names = set(state_tensors(self._module))
         self.untrained_state = {
             n: v.clone() for n, v in self._received.items() if n in module_names and n not in self.params
@@ -273,7 +275,7 @@ class StackedTrainer(ABC):
         states = {**self.params, **self.untrained_state}
         uploads = {name: states[name].detach() for name in self._received if name in states}
         self.optimizer, self.params = None, {}
-        return LocalResult(uploads, self._kept, has_finite_loss=self.has_finite_loss)
+        return LocalResult(uploads, self._kept, has_finite_loss=self.has_finite_loss, step_losses=self.step_losses)
 
 
 def stack(rows: Sequence[Mapping[str, Tensor]]) -> State:

@@ -150,6 +150,7 @@ class VectorizedTrainer(StackedTrainer):
             results = step(list(self.params.values()), list(self.untrained_state.values()), [keys, x, y, weight])
             losses, task_losses, *self._known = results
         self.update_finite(losses)
+        self.step_losses.append(task_losses.detach())
         samples = (weight > 0).sum(dim=1)
         self._loss.update_train_loss((task_losses.detach() * samples).sum(), int(samples.sum()))
         return losses.sum()

@@ -56,8 +56,8 @@ class StepTrainer(StackedTrainer):
     ) -> None:
         super().__init__(module, methods, optimizer, num_vectorized_clients, seed)
         self.recorder = LogRecorder(module)
-        # Losses of the current step, shape (clients,).
-        self.losses = torch.zeros(0)
+        # Losses of the current step, and losses without the terms of methods, shape (clients,).
+        self.losses, self.task_losses = torch.zeros(0), torch.zeros(0)
         # Logged values of the current step, by group of clients.
         self.logged: list[tuple[Sequence[LogEntry | MetricUpdate], Sequence[Any]]] = []
         self._randomness = randomness
@@ -85,19 +85,26 @@ class StepTrainer(StackedTrainer):
         loss = self.group_losses(batch, batch_idx)
         self.recorder.replay(self.logged)
         self.update_finite(self.losses)
+        self.step_losses.append(None if loss is None else self.task_losses)
         return loss
 
     def group_losses(self, groups: Sequence[ShapeGroup], batch_idx: int | None) -> Tensor | None:
-        """Return the sum of the clients' losses, or None if the step returns no loss. Set `losses` and `logged`."""
+        """Return the sum of the clients' losses, or None if the step returns no loss.
+
+        This function sets `losses`, `task_losses` and `logged`.
+        """
         device = groups[0].rows.device
         keys, method_inputs = self.next_keys(device), self.method_inputs(device) if self.methods else {}
-        self.losses, self.logged, self._leaves = torch.zeros(self.number, device=device), [], []
+        self.losses, self.task_losses = torch.zeros(2, self.number, device=device)
+        self.logged, self._leaves = [], []
         group_sums: list[Tensor] = []
         with self._watching(), sdpa_kernel(SDPBackend.MATH):  # under vmap, fused kernels run in a loop over clients
             for rows, batch in groups:
-                losses = self._group(rows, batch, batch_idx, keys, method_inputs)
-                if losses is not None:
+                group_losses = self._group(rows, batch, batch_idx, keys, method_inputs)
+                if group_losses is not None:
+                    losses, task_losses = group_losses
                     self.losses[rows] = losses.detach().to(self.losses.dtype)
+                    self.task_losses[rows] = task_losses.detach().to(self.task_losses.dtype)
                     group_sums.append(losses.sum())
         if group_sums and len(group_sums) < len(groups):
             raise InvalidValueError(
@@ -109,8 +116,11 @@ class StepTrainer(StackedTrainer):
 
     def _group(
         self, rows: Tensor, batch: Batch, batch_idx: int | None, keys: Tensor, method_inputs: Mapping[str, Any]
-    ) -> Tensor | None:
-        """Return the losses of clients whose batches have the same shape, or None if the step returns no loss."""
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return the losses and the task losses of clients whose batches have the same shape.
+
+        Return None if the step returns no loss.
+        """
         whole = len(rows) == self.number  # the group contains all clients, in their order
         params: dict[str, Tensor] = dict(self.params)
         rest = self.untrained_state
@@ -125,7 +135,7 @@ class StepTrainer(StackedTrainer):
         self._gives = True
         vectorized_step = vmap(partial(self._client, batch_idx), randomness=self._randomness)
         try:
-            losses, values = vectorized_step(params, rest, keys, method_inputs, batch)
+            losses, task_losses, values = vectorized_step(params, rest, keys, method_inputs, batch)
         except Exception as error:
             error.add_note(
                 "This step was vectorized over several clients. If the step depends on values of tensors, or stores "
@@ -141,7 +151,7 @@ class StepTrainer(StackedTrainer):
                 stacked[name].data[rows] = value.detach()
         self.logged.append((self.recorder.lines, values))
         self._leaves.append((rows, list(params.values())))
-        return losses if self._gives else None
+        return (losses, task_losses) if self._gives else None
 
     def _client(
         self,
@@ -151,8 +161,8 @@ class StepTrainer(StackedTrainer):
         key: Tensor,
         method_inputs: Mapping[str, Any],
         batch: Batch,
-    ) -> tuple[Tensor, list[Any]]:
-        """Return one client's loss, and the values that the client's step logs."""
+    ) -> tuple[Tensor, Tensor, list[Any]]:
+        """Return one client's loss, its loss without the terms of methods, and the values that its step logs."""
         self._called = None
         prefixed_state = {f"{_OwnStep.prefix}{name}": value for name, value in (*params.items(), *rest.items())}
         with KeyedRandomness(key):
@@ -161,15 +171,16 @@ class StepTrainer(StackedTrainer):
             values, loss = self.recorder.values, result.get("loss") if isinstance(result, Mapping) else result
             if loss is None:
                 self._gives = False
-                return key.new_zeros((), dtype=torch.get_default_dtype()), values
+                no_loss = key.new_zeros((), dtype=torch.get_default_dtype())
+                return no_loss, no_loss, values
             loss = loss.reshape(())
             if not self.methods:
-                return loss, values
+                return loss, loss, values
             reason = None if self._called else without_call(self._module)
             x, output = self._called or (None, loss)
             y = batch[1] if is_labelled(batch) else None
             scale, extra = self.compose_in_vmap(params, rest, method_inputs, x, output, y, reason=reason)
-        return scale * loss + extra, values
+        return scale * loss + extra, loss, values
 
     @contextmanager
     def _watching(self) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import lightning.pytorch as L
 import torch
@@ -54,6 +54,16 @@ class Method(MethodBase, Callback):
         Raises:
             ValueError: If the method does not support the Trainer or the module.
         """
+
+
+def describe_methods(callbacks: Iterable[Callback]) -> str:
+    """Return the names of the methods among some callbacks.
+
+    Example:
+        >>> describe_methods([])
+        'none (fine-tuning)'
+    """
+    return ", ".join(type(one).__name__ for one in callbacks if isinstance(one, Method)) or "none (fine-tuning)"
 
 
 def get_driver(trainer: L.Trainer) -> MethodDriver:

@@ -8,7 +8,6 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -31,37 +30,16 @@ from lightning_fcl.io.safe_yaml import load_yaml
 from lightning_fcl.runs.diagnosis import MODE, check_class_paths, explain_parser_error
 from lightning_fcl.runs.environment import make_environment
 from lightning_fcl.runs.lightning_errors import convert_errors
+from lightning_fcl.runs.logger_runs import finish_wandb_runs, prepare_logger_runs
 from lightning_fcl.runs.outcome import make_results
 from lightning_fcl.runs.recipe import Recipe, take_settings
+from lightning_fcl.runs.recipe_info import RecipeInfo
 from lightning_fcl.runs.run_callbacks import PrintParticipation, SaveConfig, StopAfterRound
 from lightning_fcl.runs.secret_values import with_variables
 from lightning_fcl.simulation.checkpoint_io import AtomicCheckpointIO
 from lightning_fcl.validation import did_you_mean
 
 Entry = TypeVar("Entry", bound=Callback | Mapping[str, Any])  # an entry of `callbacks`
-
-
-@dataclass
-class RecipeInfo:
-    """The section ``recipe`` of a recipe.
-
-    Args:
-        paper: Short name of the paper.
-        row: Name of the row in the paper's table.
-        expected_metrics: Metric values from the paper, by the name of the metric.
-        eval_split: Samples that models are evaluated on: ``"test"``, or ``"validation"`` to tune hyperparameters.
-        first_tasks: Number of tasks to train. Each client trains only its first tasks, and ``max_epochs`` is ignored.
-            None trains all tasks.
-        searched: Value of each option of a sweep, by the name of the option. Tables that compare runs have a column for
-            each of these options.
-    """
-
-    paper: str = ""
-    row: str = ""
-    expected_metrics: dict[str, float] = field(default_factory=dict)
-    eval_split: Literal["test", "validation"] = "test"
-    first_tasks: int | None = None
-    searched: dict[str, Any] = field(default_factory=dict)
 
 
 class FederatedCLI(LightningCLI):
@@ -189,6 +167,8 @@ class FederatedCLI(LightningCLI):
                     argument=name,
                     value=config[name],
                 )
+        files = [Path(file.relative) for file in config.get("config") or []]
+        config["recipe"]["name"] = config["recipe"]["name"] or next((file.stem for file in files), "")
         check_class_paths(config)
         if self.config.get("subcommand") and config["ckpt_path"]:
             check_weights_only(config["weights_only"])
@@ -242,7 +222,8 @@ class FederatedCLI(LightningCLI):
 
         if self.config.subcommand == "fit":
             last = self.output_folder / LAST
-            add_default_metrics(callbacks, self.config["fit"]["recipe"]["eval_split"])
+            recipe = self.config["fit"]["recipe"]
+            add_default_metrics(callbacks, recipe["eval_split"], recipe["first_tasks"])
             switches = (config[name] is not False for name in ("enable_progress_bar", "enable_checkpointing"))
             shows, saves = (given and not config["barebones"] for given in switches)
             if shows and lacks(ProgressBar):
@@ -270,6 +251,9 @@ class FederatedCLI(LightningCLI):
         for callback in get_callbacks(trainer):
             if isinstance(callback, SaveConfig):
                 callback.folder = self.output_folder
+        if self.config.subcommand == "fit":
+            name = self.config["fit"]["recipe"]["name"] or self.output_folder.name
+            prepare_logger_runs(trainer, self.output_folder, name, bool(self.config["fit"]["ckpt_path"]))
         return trainer
 
     @property
@@ -283,7 +267,8 @@ class FederatedCLI(LightningCLI):
         If the recipe sets ``first_tasks`` or no ``max_epochs``, the stream determines the number of rounds.
         """
         config, first = self.config["fit"], self.trainer.is_global_zero
-        with run_lock(self.output_folder) if first else contextlib.nullcontext(), contextlib.closing(self._ending):
+        lock = run_lock(self.output_folder) if first else contextlib.nullcontext()
+        with lock, contextlib.closing(self._ending), finish_wandb_runs(self.trainer):
             tasks, trainer_config = config["recipe"]["first_tasks"], config["trainer"]
             if not trainer_config["fast_dev_run"] and (tasks or trainer_config["max_epochs"] is None):
                 self.datamodule.trainer = self.trainer
@@ -316,16 +301,19 @@ class FitCLI(FederatedCLI):
         return trainer
 
 
-def add_default_metrics(callbacks: list[Callback], eval_split: Literal["test", "validation"]) -> None:
-    """Add `ContinualMetrics` if it is missing.
+def add_default_metrics(
+    callbacks: list[Callback], eval_split: Literal["test", "validation"], first_tasks: int | None
+) -> None:
+    """Add `ContinualMetrics` if it is missing. Its final metrics are those of the first tasks.
 
     With ``eval_split="validation"``, each `ContinualMetrics` uses validation samples.
     """
     if not any(isinstance(callback, ContinualMetrics) for callback in callbacks):
         callbacks.append(ContinualMetrics())
-    for callback in callbacks if eval_split == "validation" else ():
+    for callback in callbacks:
         if isinstance(callback, ContinualMetrics):
-            callback.split = "validation"
+            callback.first_tasks = first_tasks
+            callback.split = "validation" if eval_split == "validation" else callback.split
 
 
 def as_list(callbacks: Entry | list[Entry] | None) -> list[Entry]:

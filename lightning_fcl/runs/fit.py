@@ -12,6 +12,7 @@ from jsonargparse import Namespace
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser
 
 from lightning_fcl.runs.federated_cli import FederatedCLI
+from lightning_fcl.runs.paper_rows import recipe_name
 from lightning_fcl.runs.recipe import Recipe
 from lightning_fcl.validation import one_of
 
@@ -19,8 +20,15 @@ CLI = TypeVar("CLI", bound=FederatedCLI)
 
 
 def run_cli(command: str, recipe: Recipe, cli_class: type[CLI]) -> CLI:
-    """Run ``fit`` or ``test`` with a recipe, and return the command line object, an instance of ``cli_class``."""
-    return make_cli({"subcommand": command, command: recipe.content()}, cli_class)
+    """Run ``fit`` or ``test`` with a recipe, and return the command line object, an instance of ``cli_class``.
+
+    A recipe without a name gets the name of its first file, or of its paper and row.
+    """
+    content = recipe.content()
+    section = content.setdefault("recipe", {})
+    if isinstance(section, dict):
+        section.setdefault("name", recipe_name(recipe))
+    return make_cli({"subcommand": command, command: content}, cli_class)
 
 
 def make_cli(arguments: dict[str, Any] | list[str], kind: type[CLI], runs: bool = True) -> CLI:
@@ -70,7 +78,7 @@ def resolved_text(recipe: Recipe, flags: Sequence[str] = ()) -> str:
         one_of(tuple(argument_by_flag), print_config=flag)
     dump_arguments: dict[str, Any] = {"skip_unset": False} | {argument_by_flag[flag]: True for flag in flags}
     try:
-        run_cli("fit", recipe, _ParserOnly)
+        make_cli({"subcommand": "fit", "fit": recipe.content()}, _ParserOnly)
     except _ParsedError as parsed:
         text: str = parsed.parser.dump(parsed.config, skip_validation=True, **dump_arguments)
         return text

@@ -14,8 +14,7 @@ from lightning_fcl.data.samples import data_name
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.evaluation.metrics import summarize
-from lightning_fcl.evaluation.record import truncate_record
-from lightning_fcl.methods.method import Method
+from lightning_fcl.methods.method import describe_methods
 from lightning_fcl.runs.environment import describe_machine
 
 
@@ -33,15 +32,14 @@ def make_results(
         raise_no_round(trainer)
     recipe, module = config["recipe"], trainer.lightning_module
     inner = [type(child).__name__ for child in module.children()][:1]
-    methods = [type(one).__name__ for one in callbacks if isinstance(one, Method)]
     shared = [type(one).__name__ for one in (stream.scenario, stream.partition) if one is not None]
-    record = truncate_record(metrics.record, recipe["first_tasks"]) if recipe["first_tasks"] else metrics.record
+    record = metrics.final_record
     results = {
         "recipe": {"paper": recipe["paper"], "row": recipe["row"]} if recipe["row"] else None,
         "parts": {
             "model": " in ".join([*inner, type(module).__name__]),
             "data": ", ".join([data_name(stream.data), *shared]),
-            "methods": ", ".join(methods) or "none (fine-tuning)",
+            "methods": describe_methods(callbacks),
         },
         "seed": config["seed_everything"],
         "measured_on": metrics.split,

@@ -268,3 +268,18 @@ def find_recipe(name: str) -> Row:
 def find_recipes(names: Sequence[str]) -> Recipe:
     """Return several recipes merged into one. Later recipes override earlier recipes."""
     return Recipe(tuple(layer for name in names for layer in find_recipe(name).recipe.layers))
+
+
+def recipe_name(recipe: Recipe) -> str:
+    """Return the name of a recipe: its paper and row, as in `lightning-fcl ls recipes`, or the name of its first file.
+
+    Return "" for a recipe that has neither a paper nor a file.
+
+    Example:
+        >>> recipe_name(find_recipes(["quickstart"])), recipe_name(find_recipes(["flwf/flwf-2t"]))
+        ('quickstart', 'flwf/flwf-2t')
+    """
+    section = recipe.content().get("recipe")
+    if isinstance(section, Mapping) and section.get("paper") and section.get("row"):
+        return f"{section['paper']}/{slug(str(section['row']))}"
+    return next((file.stem for file in recipe.files), "")

@@ -12,10 +12,12 @@ import yaml
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import SaveConfigCallback
 
+from lightning_fcl.callbacks.run_tracking import get_tracking_loggers, log_settings
 from lightning_fcl.data.trainer_access import find_stream
 from lightning_fcl.evaluation.results import CONFIG, clear_run
 from lightning_fcl.federation.protocols import find_federation
 from lightning_fcl.io.atomic import write_atomic
+from lightning_fcl.runs.logger_runs import write_logger_runs
 from lightning_fcl.runs.secret_values import secrets_of, without_secrets
 from lightning_fcl.runs.signals import Stopped, stop
 
@@ -24,9 +26,10 @@ _PLACES = ("config", "out", "ckpt_path", "weights_only")
 
 
 class SaveConfig(SaveConfigCallback):
-    """A callback that writes ``config.yaml`` when training starts, with environment variables in place of secrets.
+    """A callback that writes the recipe to ``config.yaml``, W&B and MLflow when training starts.
 
-    A fit that fails before training keeps the file of an earlier run.
+    The recipe contains environment variables in place of secrets. A fit that fails before training keeps the file of an
+    earlier run.
     """
 
     folder = Path("runs/fit")
@@ -46,8 +49,12 @@ class SaveConfig(SaveConfigCallback):
         text = self.parser.dump(config, skip_unset=False, skip_validation=True)
         content = yaml.safe_load(text)
         if any(secrets_of(content)):
-            text = yaml.safe_dump(without_secrets(content), sort_keys=False, allow_unicode=True)
+            content = without_secrets(content)
+            text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
         write_atomic(self.folder / CONFIG, text)
+        if loggers := get_tracking_loggers(trainer):
+            log_settings(loggers, content)
+            write_logger_runs(self.folder, loggers)
 
 
 class PrintParticipation(Callback):

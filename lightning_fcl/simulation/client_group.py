@@ -23,9 +23,11 @@ from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import ClientState
 from lightning_fcl.federation.local_trainer import LocalResult, LocalTrainer
 from lightning_fcl.federation.protocols import FederationProtocol
+from lightning_fcl.federation.record import ClientLoss
 from lightning_fcl.local_training.vmap_training_step import StepTrainer
 from lightning_fcl.methods.method_round import LocalRound
 from lightning_fcl.methods.replay_samples import JoiningSamples, write_samples
+from lightning_fcl.simulation.client_losses import client_losses
 
 
 class ClientGroup:
@@ -126,6 +128,12 @@ class ClientGroup:
     def batches_of(self, row: int) -> int:
         """Return the number of batches of the client with number ``row``."""
         return int(np.count_nonzero(self._lengths[row]))
+
+    def train_losses(self, trained: LocalResult) -> dict[str, ClientLoss]:
+        """Return the training loss of each client that trained with a loss."""
+        losses = client_losses(trained.step_losses, self._lengths, self._per_epoch)
+        clients = zip(self.clients.client_ids, losses, strict=True)
+        return {client: loss for client, loss in clients if loss is not None}
 
     def requests(self) -> Iterator[BatchRequest]:
         """Yield the requests for samples, step by step: one request for each client that has a batch in the step."""

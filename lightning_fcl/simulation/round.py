@@ -294,6 +294,7 @@ class Round:
         """Upload the results of the clients, and save their client states."""
         federation, clients, participation = self.federation, client_group.clients, self.federation.participation
         trained = federation.local_trainer.finish()
+        federation.server.record.train_losses |= client_group.train_losses(trained)
         self.placement.record_time(clients)
         missed = [
             participation.may_miss_sync and participation.misses_sync(client, self.number)
