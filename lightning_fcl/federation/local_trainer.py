@@ -29,8 +29,8 @@ class LocalResult:
             the module. None: ``uploads`` contains the states of the clients.
         optimizer_state: Optimizer state of the only client of the group. None: the optimizer state is not kept.
         has_finite_loss: Whether the loss of each client was finite in every step, shape (clients,). None: not checked.
-        step_losses: For each step, the loss of each client without the terms of methods, shape (clients with a batch,)
-            or more. None in place of a step that has no loss.
+        step_losses: For each call of `training_step`, the loss of each client without the terms of methods, shape
+            (clients with a batch,) or more. None in place of a step that has no loss. Empty: the losses are unknown.
     """
 
     uploads: State

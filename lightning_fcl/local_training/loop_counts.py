@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import CombinedLoader
 Count = dict[str, int]
 """Writable attributes of one of Lightning's counters, such as ``ready`` and ``completed``."""
 
-_LOGS = ("log", "log_dict")
+_LOGS = ("log", "log_dict", "update_train_loss")
 
 
 def batch_counts(trainer: L.Trainer) -> list[Count]:
@@ -69,9 +69,10 @@ def counting(trainer: L.Trainer, step: int, batches: int) -> Iterator[None]:
 def silent(objects: Sequence[object]) -> Iterator[None]:
     """Temporarily suppress the logs of some objects, and all printed output, log messages and warnings."""
     attributes, level = [vars(one) for one in objects], logging.root.manager.disable
+    names = [[name for name in _LOGS if hasattr(one, name)] for one in objects]
     previous_functions = [{name: own[name] for name in _LOGS if name in own} for own in attributes]
-    for object_attributes in attributes:
-        object_attributes.update(dict.fromkeys(_LOGS, _ignore))
+    for object_attributes, own_names in zip(attributes, names, strict=True):
+        object_attributes.update(dict.fromkeys(own_names, _ignore))
     logging.disable(logging.CRITICAL)
     try:
         with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
@@ -79,8 +80,8 @@ def silent(objects: Sequence[object]) -> Iterator[None]:
             yield
     finally:
         logging.disable(level)
-        for object_attributes, functions in zip(attributes, previous_functions, strict=True):
-            for name in _LOGS:
+        for object_attributes, own_names, functions in zip(attributes, names, previous_functions, strict=True):
+            for name in own_names:
                 del object_attributes[name]
             object_attributes.update(functions)
 

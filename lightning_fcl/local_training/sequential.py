@@ -61,7 +61,7 @@ class SequentialTrainer:
         self._keep_optimizer, self._seed = keep_optimizer_state, seed
         # Parameter groups of the optimizers before a client's optimizer state is loaded.
         self._begun: list[list[dict[str, Any]]] = []
-        # For each step of the client, the loss, or None if the step has no loss.
+        # For each call of `training_step`, the loss, or None if the step has no loss.
         self._step_losses: list[Tensor | None] = []
         # Context in which a step and its backward pass draw random numbers.
         self._random = KeyedRandomness(torch.empty(0))

@@ -53,7 +53,7 @@ class StackedTrainer(ABC):
         untrained_state: All other tensors of the module's state, stacked.
         methods: Methods that change the loss of at least one of the current clients.
         has_finite_loss: Whether all losses of each client were finite, shape (clients,).
-        step_losses: Task losses of each step, see `LocalResult`.
+        step_losses: Task losses of each call of `training_step`, see `LocalResult`.
     """
 
     is_stacked = True

@@ -120,8 +120,8 @@ def describe_recipe(recipe: Recipe) -> str:
     for callback in callbacks:
         if isinstance(callback, Pretrain):
             callback.epochs = 0
-    recipe = parts.config["recipe"]
-    add_default_metrics(callbacks, recipe["eval_split"], recipe["first_tasks"])
+    recipe_config = parts.config["recipe"]
+    add_default_metrics(callbacks, recipe_config["eval_split"], recipe_config["first_tasks"])
     trainer_config = parts.config["trainer"]
     saves = trainer_config["enable_checkpointing"] is not False and not trainer_config["barebones"]
     callbacks.insert(0, _Enough(_processes(trainer.strategy), saves))

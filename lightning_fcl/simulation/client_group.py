@@ -71,6 +71,7 @@ class ClientGroup:
         self.kept: Sequence[ClientState] = ()  # each client's state before the round
         self.entered: Sequence[ClientState] = ()  # each client's state after `enter_round`
         self.step = 0  # number of the current batch
+        self.computed_steps: list[int] = []  # number of the batch for each call of `training_step`
         self.weight: Tensor | None = None  # weight of each sample in its client's mean loss, shape (active, batch)
         self._rows = [self._stream.plan.train[clients.round_idx][client] for client in clients.client_ids]
         self._replayed, self._epochs, self._per_epoch = replayed, local_epochs, batches_per_epoch
@@ -131,7 +132,12 @@ class ClientGroup:
 
     def train_losses(self, trained: LocalResult) -> dict[str, ClientLoss]:
         """Return the training loss of each client that trained with a loss."""
-        losses = client_losses(trained.step_losses, self._lengths, self._per_epoch)
+        losses_by_step: dict[int, Tensor] = {}
+        for step, step_losses in zip(self.computed_steps, trained.step_losses, strict=False):
+            # An optimizer such as LBFGS evaluates a batch several times. The first loss is the loss before the step.
+            if step_losses is not None:
+                losses_by_step.setdefault(step, step_losses)
+        losses = client_losses(losses_by_step, self._lengths, self._per_epoch)
         clients = zip(self.clients.client_ids, losses, strict=True)
         return {client: loss for client, loss in clients if loss is not None}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -13,28 +13,28 @@ from lightning_fcl.federation.record import ClientLoss
 
 
 def client_losses(
-    step_losses: Sequence[Tensor | None], batch_sizes: IntArray, batches_per_epoch: IntArray
+    step_losses: Mapping[int, Tensor], batch_sizes: IntArray, batches_per_epoch: IntArray
 ) -> list[ClientLoss | None]:
     """Return the training loss of each client of a group. None for a client without a loss.
 
     Args:
-        step_losses: For each step, the mean loss of each client's batch, shape (clients with a batch,) or more. The
-            clients with a batch are the first clients. None in place of a step without a loss.
+        step_losses: For each step with a loss, the mean loss of each client's batch, shape (clients with a batch,) or
+            more. The clients with a batch are the first clients.
         batch_sizes: Number of samples in each batch, shape (clients, steps). 0 for a client without a batch.
         batches_per_epoch: Each client's number of batches per local epoch, shape (clients,).
 
     Example:
-        >>> client_losses([torch.tensor([1.0, 5.0]), torch.tensor([4.0])], np.array([[2, 1], [2, 0]]), np.array([1, 1]))
-        [ClientLoss(mean=2.0, epochs=(1.0, 4.0)), ClientLoss(mean=5.0, epochs=(5.0,))]
+        >>> losses = {0: torch.tensor([1.0, 5.0]), 1: torch.tensor([4.0])}
+        >>> client_losses(losses, np.array([[2, 2], [1, 0]]), np.array([1, 1]))
+        [ClientLoss(mean=2.5, epochs=(1.0, 4.0)), ClientLoss(mean=5.0, epochs=(5.0,))]
     """
-    steps = [step for step, losses in enumerate(step_losses) if losses is not None]
-    present = [losses for losses in step_losses if losses is not None]
+    present = list(step_losses.values())
     if not present:
         return [None] * len(batch_sizes)
     # One conversion of all losses waits only once for an accelerator.
     values = iter(np.split(torch.cat(present).cpu().double().numpy(), np.cumsum([len(losses) for losses in present])))
     losses, weights = np.zeros(batch_sizes.shape), np.zeros(batch_sizes.shape)
-    for step in steps:
+    for step in step_losses:
         active = np.flatnonzero(batch_sizes[:, step])
         losses[active, step], weights[active, step] = next(values)[active], batch_sizes[active, step]
     epoch_idx = np.arange(batch_sizes.shape[1]) // np.asarray(batches_per_epoch)[:, None]

@@ -326,6 +326,7 @@ class FederatedStrategy(RanksStrategy):
         federation.module.trainer.accumulate_grad_batches = 1
         if client_group.last_batch:
             federation.local_steps.begin_last_batch()
+        client_group.computed_steps.append(client_group.step)
         with federation.counters.client():
             return federation.local_trainer.training_step(
                 batch, client_group.step if batch_idx is not None else None, weight
