@@ -16,6 +16,7 @@ PACKAGES = (
     "chemprop",
     "datasets",
     "lightly",
+    "mlflow",
     "monai",
     "peft",
     "pytorch_forecasting",
