@@ -84,6 +84,9 @@ TRIED_ELSEWHERE: dict[str, list[str]] = {
     "Set `clients` in the run configuration, for example clients=": [
         "tests/deployment/test_node_data.py::test_serve_stationary_with_node_files_equals_simulation",
     ],
+    "To start new runs in the loggers, delete the file.": [
+        "tests/cli/test_logger_runs.py::test_damaged_file_of_logger_runs_raises_until_deleted",
+    ],
     ", or use another repository.": ["tests/zoo/test_hub.py::test_push_rejected_changes_nothing"],
     "Set `max_vectorized_clients=1`.": [
         "tests/local_training/test_one_at_a_time.py::test_state_stored_in_later_vectorized_step_raises",

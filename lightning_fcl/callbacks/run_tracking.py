@@ -43,8 +43,8 @@ def name_runs(loggers: Sequence[Logger], name: str, group: str) -> None:
                     settings[key] = value
         elif isinstance(logger, MLFlowLogger) and logger._run_id is None:
             # The logger replaces this tag by the argument `run_name`, and warns if the tag is set.
-            named = {} if logger._run_name else {"mlflow.runName": name}
-            logger.tags = {**named, "recipe": group, **(logger.tags or {})}
+            name_tag = {} if logger._run_name else {"mlflow.runName": name}
+            logger.tags = {**name_tag, "recipe": group, **(logger.tags or {})}
 
 
 def get_tracking_loggers(trainer: L.Trainer) -> list[Logger]:
@@ -90,13 +90,13 @@ def log_settings(loggers: Sequence[Logger], settings: Mapping[str, Any]) -> None
         settings: Nested settings by name. Settings that are None are left out. `name_classes` describes the names of
             settings in a list of classes.
     """
-    named = name_classes(settings)
+    named_settings = name_classes(settings)
     for logger in loggers:
         if isinstance(logger, WandbLogger):
-            logger.log_hyperparams(named)
+            logger.log_hyperparams(named_settings)
         elif isinstance(logger, MLFlowLogger):
             existing = logger.experiment.get_run(logger.run_id).data.params
-            params = {_MLFLOW_INVALID.sub("_", name): value for name, value in flatten_settings(named)}
+            params = {_MLFLOW_INVALID.sub("_", name): value for name, value in flatten_settings(named_settings)}
             logger.log_hyperparams({name: value for name, value in params.items() if name not in existing})
 
 
@@ -137,12 +137,16 @@ def name_classes(value: Any) -> Any:
     """
     if isinstance(value, Mapping):
         return {str(name): name_classes(inner) for name, inner in value.items() if inner is not None}
-    if isinstance(value, list) and value and all(isinstance(one, Mapping) and "class_path" in one for one in value):
+    if (
+        isinstance(value, list)
+        and value
+        and all(isinstance(entry, Mapping) and "class_path" in entry for entry in value)
+    ):
         by_name: dict[str, Any] = {}
-        for one in value:
-            short = str(one["class_path"]).rpartition(".")[2]
+        for entry in value:
+            short = str(entry["class_path"]).rpartition(".")[2]
             number = sum(name.partition("-")[0] == short for name in by_name)
-            arguments = {**(one.get("init_args") or {}), **(one.get("dict_kwargs") or {})}
+            arguments = {**(entry.get("init_args") or {}), **(entry.get("dict_kwargs") or {})}
             by_name[f"{short}-{number + 1}" if number else short] = name_classes(arguments)
         return by_name
     return value
