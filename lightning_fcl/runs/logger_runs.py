@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 
@@ -12,11 +12,10 @@ import lightning.pytorch as L
 from lightning.pytorch.loggers import Logger, WandbLogger
 
 from lightning_fcl.callbacks.run_tracking import get_tracking_loggers, name_runs, resume_runs
+from lightning_fcl.errors import DamagedFileError
 from lightning_fcl.evaluation.results import LOGGER_RUNS
 from lightning_fcl.io.atomic import write_atomic
-from lightning_fcl.io.reading import read_json
-
-_FORMAT = 1
+from lightning_fcl.io.reading import read_text
 
 
 def prepare_logger_runs(trainer: L.Trainer, folder: Path, group: str, is_resumed: bool) -> None:
@@ -29,12 +28,11 @@ def prepare_logger_runs(trainer: L.Trainer, folder: Path, group: str, is_resumed
         is_resumed: Whether the fit continues an interrupted fit.
 
     Raises:
-        InvalidValueError: If the file with the ids of the runs is damaged.
+        DamagedFileError: If the file with the ids of the runs is damaged.
     """
     loggers = get_tracking_loggers(trainer)
     if loggers and is_resumed and (folder / LOGGER_RUNS).is_file():
-        remedy = "To start new runs in the loggers, delete the file."
-        resume_runs(loggers, read_json(folder / LOGGER_RUNS, "the runs of loggers in ", _FORMAT, remedy)["run_ids"])
+        resume_runs(loggers, _read_run_ids(folder / LOGGER_RUNS))
     name_runs(loggers, run_name(folder), group)
 
 
@@ -58,8 +56,22 @@ def finish_wandb_runs(trainer: L.Trainer) -> Iterator[None]:
 
 def write_logger_runs(folder: Path, loggers: Sequence[Logger]) -> None:
     """Write the ids of the runs in W&B and MLflow to a run folder."""
-    content = {"format": _FORMAT, "run_ids": [logger.version for logger in loggers]}
+    content = {"run_ids": [logger.version for logger in loggers]}
     write_atomic(folder / LOGGER_RUNS, json.dumps(content) + "\n")
+
+
+def _read_run_ids(path: Path) -> list[str]:
+    content: object = None
+    with suppress(ValueError):
+        content = json.loads(read_text(path))
+    run_ids = content.get("run_ids") if isinstance(content, dict) else None
+    if not (isinstance(run_ids, list) and all(isinstance(run_id, str) for run_id in run_ids)):
+        raise DamagedFileError(
+            f"Expected {path} to contain the ids of runs in W&B and MLflow as `run_ids`, but the file is damaged.",
+            hint="To start new runs in the loggers, delete the file.",
+            value=path,
+        )
+    return run_ids
 
 
 def run_name(folder: Path) -> str:

@@ -9,7 +9,7 @@ import yaml
 from lightning.pytorch.loggers import WandbLogger
 
 from lightning_fcl.cli.main import main
-from lightning_fcl.errors import InvalidValueError
+from lightning_fcl.errors import DamagedFileError
 from lightning_fcl.runs.logger_runs import run_name
 from lightning_fcl.runs.paper_rows import find_recipes, recipe_name
 from lightning_fcl.runs.recipe import Recipe, Setting
@@ -67,7 +67,7 @@ def test_fit_several_seeds_starts_one_named_run_per_seed(project, runs):
         assert run["config"]["recipe"]["name"] == "quickstart"
         metrics = json.loads((folder / "metrics.json").read_text())
         assert {name: run["summary"][name] for name in metrics} == pytest.approx(metrics)
-        assert json.loads((folder / "loggers.json").read_text()) == {"format": 1, "run_ids": [run["id"]]}
+        assert json.loads((folder / "loggers.json").read_text()) == {"run_ids": [run["id"]]}
 
 
 @pytest.mark.slow
@@ -89,16 +89,17 @@ def test_fit_first_tasks_logs_the_metrics_of_its_results(project, runs):
     assert metrics and {name: runs[0]["summary"][name] for name in metrics} == pytest.approx(metrics)
 
 
-def test_damaged_file_of_logger_runs_raises_until_deleted(project, monkeypatch):
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"run_ids": "a"}', '{"run_ids": [3]}'])
+def test_damaged_file_of_logger_runs_raises_until_deleted(project, monkeypatch, content):
     from lightning_fcl.runs.federated_cli import FederatedCLI
     from lightning_fcl.runs.fit import run_cli
 
     monkeypatch.setattr(FederatedCLI, "fit", lambda *_, **__: 1 / 0)
     Path("out").mkdir()
-    Path("out/loggers.json").write_text("{}")
+    Path("out/loggers.json").write_text(content)
     Path("old.ckpt").touch()
     recipe = Recipe.from_words([*project, "--out", "out", "--ckpt_path", "old.ckpt"])
-    with pytest.raises(InvalidValueError, match="delete the file") as error:
+    with pytest.raises(DamagedFileError, match="delete the file") as error:
         run_cli("fit", recipe, FederatedCLI)
     assert os.fspath(Path("out/loggers.json")) in str(error.value)
     Path("out/loggers.json").unlink()
