@@ -32,13 +32,13 @@ class AtEnd(Callback):
 
 
 class FailsInRound(Callback):
-    """Raises an error in a batch of a round."""
+    """Raises an error in the second batch of a client of a round."""
 
     def __init__(self, round_idx):
         self.round_idx = round_idx
 
-    def on_train_batch_end(self, trainer, pl_module, *_):
-        if trainer.current_epoch == self.round_idx:
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.current_epoch == self.round_idx and batch_idx == 1:
             raise RuntimeError("no power")
 
 
