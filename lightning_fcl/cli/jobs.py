@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import multiprocessing
 import os
@@ -10,13 +11,13 @@ import shutil
 import signal
 import sys
 import textwrap
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import yaml
 from tqdm import tqdm
@@ -36,6 +37,9 @@ from lightning_fcl.runs.signals import Stopped, end_worker_with_parent, shorten_
 from lightning_fcl.validation import at_least
 
 T = TypeVar("T")
+Task = TypeVar("Task")
+ShouldStop: TypeAlias = Callable[[Mapping[str, Any]], bool]
+"""A function that gets the record of a run after each round, and returns whether the run stops after this round."""
 
 _FAILURE = "failure.txt"
 _STAMP = "fingerprint"
@@ -210,46 +214,56 @@ def print_resume_hint_on_stop(how_to_go_on: Callable[[], str]) -> Iterator[None]
 
 
 def run_parallel(
-    function: Callable[[Job], T], jobs: Sequence[Job], workers: int | None
-) -> Generator[tuple[Job, T], None, None]:
-    """Call a function for each job, and yield the results in the order in which the jobs finish.
+    function: Callable[[Task], T], tasks: Iterable[Task], workers: int | None
+) -> Generator[tuple[Task, T], None, None]:
+    """Call a function for each task, and yield the results in the order in which the tasks finish.
 
     Args:
         function: The function, which must be picklable.
-        jobs: The jobs.
-        workers: Number of processes. None for one process per CPU core. With 1, the jobs run in this process.
+        tasks: The tasks, which must be picklable. The next task is requested when a worker is free, after the caller
+            has processed the results so far.
+        workers: Number of processes. None for one process per CPU core. With 1, the tasks run in this process.
 
     Raises:
         InvalidStateError: If a worker process was killed.
         Stopped: If this process received a signal. All workers have ended before the error is raised.
     """
-    workers = min(workers or os.cpu_count() or 1, len(jobs))
+    workers = workers or os.cpu_count() or 1
+    workers = min(workers, len(tasks)) if isinstance(tasks, Sequence) else workers
     if workers <= 1:
-        yield from ((job, function(job)) for job in jobs)
+        yield from ((task, function(task)) for task in tasks)
         return
+    remaining_tasks, futures = iter(tasks), dict[Future[T], Task]()
 
     def end_workers() -> str:
         for process in multiprocessing.active_children():
             process.terminate()
         return "stopping the workers. Each run can be resumed from its newest checkpoint."
 
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin_worker)
-    try:
-        with stop.defer_stop(end_workers):
+    def submit(number: int) -> None:
+        for task in itertools.islice(remaining_tasks, number):
             # Workers inherit the blocked signal, so that only this process handles Ctrl-C.
             blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
             try:
-                futures: dict[Future[T], Job] = {pool.submit(function, job): job for job in jobs}
+                futures[pool.submit(function, task)] = task
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-            yield from ((futures[future], future.result()) for future in as_completed(futures))
+
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin_worker)
+    try:
+        with stop.defer_stop(end_workers):
+            submit(workers)
+            while futures:
+                for future in wait(futures, return_when=FIRST_COMPLETED).done:
+                    yield futures.pop(future), future.result()
+                    submit(1)
     except BrokenProcessPool as error:
         if not stop.signal:
             raise InvalidStateError(
                 "Expected all workers to finish their runs, but a worker was killed, possibly because memory ran out.",
                 hint="Run the same command again. To reduce memory, use fewer workers with `--workers`.",
             ) from error
-    finally:  # The exit of a `with` block would run the queued jobs after an error.
+    finally:  # The exit of a `with` block would run the queued tasks after an error.
         pool.shutdown(cancel_futures=True)
     if stop.signal:
         raise Stopped(stop.signal, "the workers have stopped.")
@@ -268,8 +282,13 @@ def is_finished(job: Job) -> bool:
     return job.has_written(job.out) and is_complete(job.out) and not job.needs_run(read_results(job.out))
 
 
-def run_job(job: Job) -> None:
-    """Run a job. An interrupted run of the same job is resumed from its newest checkpoint."""
+def run_job(job: Job, should_stop: ShouldStop | None = None) -> None:
+    """Run a job. An interrupted run of the same job is resumed from its newest checkpoint.
+
+    Args:
+        job: The job.
+        should_stop: Function that can stop the run after a round. A run that it stops is not finished.
+    """
     with run_lock(job.out):
         if not job.has_written(job.out):
             start_job(job)
@@ -280,11 +299,15 @@ def run_job(job: Job) -> None:
         if results["finished"] and not job.needs_run(results):
             write_files(job.out)  # Write missing files, such as the report.
         else:
-            _train(job)
+            _train(job, should_stop)
 
 
-def try_job(job: Job) -> Failure | None:
+def try_job(job: Job, should_stop: ShouldStop | None = None) -> Failure | None:
     """Run a job with one thread. If the job fails, write the failure to the job's folder, and return the failure.
+
+    Args:
+        job: The job.
+        should_stop: Function that can stop the run after a round.
 
     Raises:
         OSError: If the operating system rejects an operation, for example on a full disk. The other jobs then stop,
@@ -295,7 +318,7 @@ def try_job(job: Job) -> Failure | None:
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)  # Lines about seeds would break the progress bar.
     torch.set_num_threads(1)  # The number of threads changes the last digits of results, and workers use one thread.
     try:
-        run_job(job)
+        run_job(job, should_stop)
     except OSError:
         raise
     except Exception as error:
@@ -315,12 +338,25 @@ def start_job(job: Job) -> None:
     job.write_fingerprint(job.out)
 
 
-def _train(job: Job) -> None:
+def _train(job: Job, should_stop: ShouldStop | None) -> None:
     from lightning_fcl.io.checkpoint import newest_checkpoint
 
     with fast_imports():
+        import lightning.pytorch as L
+
+        from lightning_fcl.data.trainer_access import get_callbacks
         from lightning_fcl.runs.federated_cli import FederatedCLI
         from lightning_fcl.runs.fit import run_cli
+        from lightning_fcl.runs.run_callbacks import StopOnRecord
+
+    class JobCLI(FederatedCLI):
+        """A command line whose runs `should_stop` can stop."""
+
+        def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
+            trainer = super().instantiate_trainer(**kwargs)
+            if should_stop is not None:
+                get_callbacks(trainer).append(StopOnRecord(should_stop))
+            return trainer
 
     # Use one process per run. Several runs are trained in parallel, and further processes of a run would start this
     # command again. The results do not depend on the number of processes.
@@ -331,4 +367,4 @@ def _train(job: Job) -> None:
         overrides["recipe.first_tasks"] = job.tasks
     if multiprocessing.parent_process() is not None:  # Progress bars of several runs would overwrite each other.
         overrides["trainer.enable_progress_bar"] = False
-    run_cli("fit", job.whole_recipe.with_values(overrides), FederatedCLI)
+    run_cli("fit", job.whole_recipe.with_values(overrides), JobCLI)

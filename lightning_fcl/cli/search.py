@@ -17,6 +17,7 @@ from typing import Any, Literal
 import pandas as pd
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
+from lightning_fcl.cli.pruning import PrunerName, make_pruner
 from lightning_fcl.errors import InvalidValueError, LightningFCLError, MissingValueError
 from lightning_fcl.evaluation.metrics import find_metric
 from lightning_fcl.io.reading import as_file_error, open_file
@@ -47,6 +48,8 @@ class Search:
         recipe: The recipe whose hyperparameters are searched: the recipe of the row, and the files of ``configs``.
         case: Name of the selected case of ``variants``.
         points: Points from another search, for the grid sampler. By default, the grid has all points of ``space``.
+        pruner: Optuna's pruner, which stops unpromising trials.
+        pruner_args: Arguments of the pruner, such as ``n_startup_trials``.
     """
 
     configs: list[str]
@@ -63,6 +66,8 @@ class Search:
     recipe: Recipe = field(default_factory=Recipe)
     case: str | None = None
     points: tuple[dict[str, Any], ...] = ()
+    pruner: PrunerName = "none"
+    pruner_args: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         at_least(1, trials=1 if self.trials is None else self.trials, seeds=self.seeds)
@@ -88,6 +93,7 @@ class Search:
                 hint=f"Remove {twice[0]} from one of them.",
             )
         _ = self.distributions  # Raises an error for an invalid line of `space`.
+        make_pruner(self.pruner, self.pruner_args)  # Raises an error for an invalid argument.
 
     def _metric_direction(self) -> str:
         metric = find_metric(self.objective)
@@ -162,7 +168,8 @@ class Search:
             trials = pd.read_csv(open_file(file), dtype=str, keep_default_na=False)
             if missing := [name for name in (self.objective, *self.space) if name not in trials]:
                 raise ValueError(f"a table without the column {missing[0]}")
-            values = pd.to_numeric(trials[self.objective]).dropna()
+            completed = trials[trials["state"] == "complete"] if "state" in trials else trials
+            values = pd.to_numeric(completed[self.objective]).dropna()
             order = values.sort_values(ascending=self.direction == "minimize", kind="stable").index
             points = tuple(
                 {key: _value(key, trials[key][row], what) for key, what in self.distributions.items()} for row in order

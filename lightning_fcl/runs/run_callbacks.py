@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as L
 import yaml
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import SaveConfigCallback
 
+from lightning_fcl.callbacks import ContinualMetrics
 from lightning_fcl.callbacks.run_tracking import get_tracking_loggers, log_settings
-from lightning_fcl.data.trainer_access import find_stream
+from lightning_fcl.data.trainer_access import find_stream, get_callbacks
 from lightning_fcl.evaluation.results import CONFIG, clear_run
 from lightning_fcl.federation.protocols import find_federation
 from lightning_fcl.io.atomic import write_atomic
@@ -96,9 +99,7 @@ class StopAfterRound(Callback):
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._told = trainer.strategy.reduce_boolean_decision(bool(stop.signal), all=False)
         if self._told:
-            trainer.fit_loop.min_epochs = None
-            trainer.fit_loop.epoch_loop.min_steps = None
-            trainer.should_stop = True
+            _stop(trainer)
 
     def on_save_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, object]
@@ -127,3 +128,31 @@ class StopAfterRound(Callback):
         words = [program, "fit", str(out)] if program else words
         advice = f"Resume with: {shlex.join(words)}" if checkpoint else "The fit saved no checkpoint to resume from."
         raise Stopped(stop.signal, f"stopped after round {num_finished_rounds} of {rounds}. {report}\n{advice}")
+
+
+class StopOnRecord(Callback):
+    """A callback that stops a fit at the end of a round if a function of the record returns True.
+
+    The function is also called before the first round of a resumed fit, with the record of the earlier rounds.
+
+    Args:
+        should_stop: Function that gets the record of `ContinualMetrics`, and returns whether the fit stops.
+    """
+
+    def __init__(self, should_stop: Callable[[Mapping[str, Any]], bool]) -> None:
+        self._should_stop = should_stop
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.on_train_epoch_end(trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        metrics = next(one for one in get_callbacks(trainer) if isinstance(one, ContinualMetrics))
+        if self._should_stop(metrics.record):
+            _stop(trainer)
+
+
+def _stop(trainer: L.Trainer) -> None:
+    """Stop a fit after the current round, even if it has a minimum number of epochs or steps."""
+    trainer.fit_loop.min_epochs = None
+    trainer.fit_loop.epoch_loop.min_steps = None
+    trainer.should_stop = True

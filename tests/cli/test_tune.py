@@ -8,6 +8,7 @@ import yaml
 
 from lightning_fcl.cli import jobs as jobs_module
 from lightning_fcl.cli import tune as module
+from lightning_fcl.cli import tune_output
 from lightning_fcl.cli.main import main
 from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.evaluation.results import mark_complete, write_results
@@ -61,7 +62,7 @@ def pretend(monkeypatch):
     seen = []
 
     def use(objective=lambda recipe: recipe["model"]["init_args"]["optimizer"]["init_args"]["lr"]):
-        def run_job(job):
+        def run_job(job, should_stop=None):
             seen.append(job.label)
             value = objective(yaml.safe_load(job.recipe.files[-1].read_text()))
             job.out.mkdir(parents=True)
@@ -70,7 +71,7 @@ def pretend(monkeypatch):
             (job.out / "fingerprint").write_text(job.fingerprint)
 
         monkeypatch.setattr(jobs_module, "run_job", run_job)
-        monkeypatch.setattr(module, "trials_figure", lambda study, search: {"mark": "point"})
+        monkeypatch.setattr(tune_output, "trials_figure", lambda search, trials: {"mark": "point"})
         return seen
 
     return use
@@ -135,7 +136,7 @@ def test_tune_row_uses_files_and_overrides_of_row(search, tmp_path, recipe, monk
     """The row is merged before the files and the settings of the search. The first seed is `first_seed`."""
     pretend()
     jobs, run_job = [], jobs_module.run_job
-    monkeypatch.setattr(jobs_module, "run_job", lambda job: jobs.append(job) or run_job(job))
+    monkeypatch.setattr(jobs_module, "run_job", lambda job, *_: jobs.append(job) or run_job(job))
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe))
     given = {
         "configs": ["tiny.yaml"],
@@ -168,7 +169,7 @@ def test_tune_interrupted_search_resumes(search, tmp_path, capsys, monkeypatch, 
     whole, run_job = seen.copy(), jobs_module.run_job
     seen.clear()
 
-    def cut_off(job):
+    def cut_off(job, *_):
         if len(seen) in (5, 13):
             seen.append("cut off")
             raise Stopped(signal.SIGINT, "")
@@ -380,7 +381,7 @@ def failing(search, tmp_path, monkeypatch, error, **changes):
     """Run a search whose trials raise an error, and return the numbers of the trials that ran."""
     tried = []
 
-    def run_job(job):
+    def run_job(job, *_):
         tried.append(int(job.label.split()[1].rstrip(",")))
         job.out.mkdir(parents=True)
         job.write_fingerprint(job.out)
@@ -415,7 +416,7 @@ def test_tune_oserror_stops_search_without_failed_trial(search, tmp_path, error_
     pretend()
     run_job = jobs_module.run_job
 
-    def full(job):
+    def full(job, *_):
         raise OSError("No space left on device")
 
     monkeypatch.setattr(jobs_module, "run_job", full)
