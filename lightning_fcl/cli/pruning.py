@@ -137,6 +137,7 @@ class Pruning:
 
     def open_trial(self) -> optuna.Trial:
         """Return the trial, to which values are reported."""
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
         pruner = make_pruner(self.name, self.arguments)
         if self.storage is not None:
             storage = open_storage(self.storage)

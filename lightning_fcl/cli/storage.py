@@ -10,7 +10,7 @@ from pathlib import Path
 
 import optuna
 from optuna.exceptions import StorageInternalError
-from optuna.storages import BaseStorage, JournalStorage, RDBStorage
+from optuna.storages import BaseStorage, JournalStorage, RDBStorage, get_storage
 from optuna.storages.journal import JournalFileBackend
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, OperationalError, ProgrammingError, SQLAlchemyError
@@ -40,11 +40,19 @@ def open_storage(text: str) -> BaseStorage:
     with warnings.catch_warnings(), storage_errors(text):
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         try:
+            if make_url(text).database in (None, "", ":memory:") and text.startswith("sqlite"):
+                raise InvalidValueError(
+                    f"Expected `--storage` to be a database that processes can share, but {url} is in memory.",
+                    hint="Use a file, as in `--storage sqlite:///study.db`.",
+                    argument="--storage",
+                    value=url,
+                )
             # SQLite waits for the lock of another process.
             arguments = {"connect_args": {"timeout": 60}} if text.startswith("sqlite") else {}
             for attempt in range(_NUM_ATTEMPTS):
                 try:
-                    return RDBStorage(text, engine_kwargs=arguments)
+                    # All studies of this process share one cache of trials.
+                    return get_storage(RDBStorage(text, engine_kwargs=arguments))
                 except (OperationalError, ProgrammingError) as error:
                     # Two processes can create the tables of a new database at the same time.
                     if "already exists" not in str(error) or attempt == _NUM_ATTEMPTS - 1:
@@ -125,8 +133,8 @@ def storage_errors(text: str | None) -> Iterator[None]:
         reason = str(cause).partition("\n")[0]
         raise ConnectionFailedError(
             f"Expected to reach the database {without_password(text or '')}, but got: {reason.rstrip('.')}.",
-            hint="Check the URL of `--storage`, and that the database accepts connections. Then run the same command "
-            "again.",
+            hint="Check the URL of `--storage`. A server must accept connections, and the folder of an SQLite file "
+            "must exist. Then run the same command again.",
             argument="--storage",
             value=without_password(text or ""),
         ) from error

@@ -100,12 +100,12 @@ class Tune(Command):
             )
         grid = list(itertools.islice(search.grid(), search.trials)) if search.sampler == "grid" else []
         names = [slug(name) for name in (search.case, options.row) if name is not None]
-        name = "-".join(["tune", options.file.stem, *names])
+        name = options.study_name or "-".join(["tune", options.file.stem, *names])
         out = options.out or Path("runs") / name
         callbacks = validate_space(search)
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         number = len(grid) or search.trials or 0
-        study = SearchStudy(search, number, options.seed, grid, options.study_name or name, options.storage)
+        study = SearchStudy(search, number, options.seed, grid, name, options.storage)
         if options.restart:
             study.delete()
         study.check_search()
@@ -128,7 +128,7 @@ class Tune(Command):
                 bar.set_postfix_str(
                     f"best {best.value:.4f} (trial {best.number})" if best else "no trial has succeeded yet"
                 )
-                bar.update()
+                bar.update(len(study.ended_trials) - bar.n)  # Other processes can also end trials.
         search_options = {"--row": options.row, "--case": search.case, "--seeds": options.seeds}
         search_options |= {"--trials-from": options.trials_from}
         command_words = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,10 @@ from lightning_fcl.evaluation import charts
 from lightning_fcl.io.atomic import write_atomic
 from lightning_fcl.runs.recipe import Recipe, short_names
 
+# Number of letters of all labels of a panel up to which the labels are horizontal.
+_MAX_HORIZONTAL_LETTERS = 28
+# Maximum width of a label in pixels.
+_LABEL_WIDTH = 140
 STATES = {TrialState.COMPLETE: "complete", TrialState.PRUNED: "pruned", TrialState.FAIL: "failed"}
 
 
@@ -103,37 +108,49 @@ def trials_figure(search: Search, trials: Sequence[FrozenTrial]) -> charts.Spec:
     names = short_names(list(search.space))
     varying = [path for path in names if len({repr(trial.params[path]) for trial in with_value}) > 1]
     has_pruned = any(trial.state is TrialState.PRUNED for trial in with_value)
-    order = alt.Color("trial:Q", scale=alt.Scale(range=["#b9d4e8", "#08306b"]), legend=None)
     states = alt.Scale(domain=["complete", "pruned"], range=["circle", "cross"])
-    legend = alt.Legend(title=None) if has_pruned else None
+    value_format = alt.Axis(format=".4~g")
     base = charts.get_chart("rows").mark_point(filled=True, size=60, opacity=0.9)
     base = base.encode(
-        y=alt.Y("value:Q", title=search.objective, scale=alt.Scale(zero=False, padding=8)),
-        color=order,
-        shape=alt.Shape("state:N", scale=states, legend=legend),
+        y=alt.Y("value:Q", title=search.objective, scale=alt.Scale(zero=False, padding=8), axis=value_format),
+        color=alt.Color("trial:Q", scale=alt.Scale(range=["#b9d4e8", "#08306b"]), legend=None),
+        shape=alt.Shape("state:N", scale=states, legend=alt.Legend(title=None) if has_pruned else None),
     )
+    rows = [{"trial": trial.number, "value": trial.value, "state": STATES[trial.state]} for trial in with_value]
     panels = []
     for path in varying or names:
         # A dot in a field name would select a nested field.
         distribution, field = search.distributions[path], path.replace(".", " ")
+        values: list[Any] = [trial.params[path] for trial in with_value]
         if isinstance(distribution, FloatDistribution | IntDistribution):
-            scale = alt.Scale(type="log" if distribution.log else "linear", zero=False, padding=8)
-            x = alt.X(f"{field}:Q", title=names[path], scale=scale)
+            domain = [distribution.low, distribution.high]
+            scale = alt.Scale(type="log" if distribution.log else "linear", domain=domain, nice=False, padding=8)
+            axis = alt.Axis(format=".4~g", labelOverlap=True, tickCount=4)
+            x = alt.X(f"{field}:Q", title=names[path], scale=scale, axis=axis)
         else:
             assert isinstance(distribution, CategoricalDistribution)
-            tried = [choice for choice in distribution.choices if any(one.params[path] == choice for one in with_value)]
-            x = alt.X(f"{field}:N", title=names[path], sort=[*map(str, tried)])
+            labels = _choice_labels(distribution.choices)
+            values = [labels[repr(value)] for value in values]
+            tried = [label for label in labels.values() if label in values]
+            angle = 0 if sum(map(len, tried)) <= _MAX_HORIZONTAL_LETTERS else -30
+            axis = alt.Axis(labelAngle=angle, labelLimit=_LABEL_WIDTH)
+            x = alt.X(f"{field}:N", title=names[path], sort=tried, axis=axis)
+        rows = [row | {field: value} for row, value in zip(rows, values, strict=True)]
         panels.append(base.encode(x=x).properties(width=220, height=220))
-    rows = []
-    for trial in with_value:
-        settings = {
-            path.replace(".", " "): str(value)
-            if isinstance(search.distributions[path], CategoricalDistribution)
-            else value
-            for path, value in trial.params.items()
-        }
-        rows.append({"trial": trial.number, "value": trial.value, "state": STATES[trial.state], **settings})
     return charts.spec(alt.concat(*panels, columns=4), rows=rows)
+
+
+def _choice_labels(choices: Sequence[Any]) -> dict[str, str]:
+    """Return a label for each choice, by the `repr` of the choice.
+
+    The label of a class with arguments is the name of the class, if the names of all choices differ.
+    """
+    texts = [str(choice) for choice in choices]
+    short = []
+    for text in texts:
+        content = json.loads(text) if text.startswith("{") else {}
+        short.append(str(content["class_path"]).rpartition(".")[2] if "class_path" in content else text)
+    return dict(zip(map(repr, choices), short if len({*short}) == len(short) else texts, strict=True))
 
 
 def write_best(
