@@ -15,7 +15,7 @@ from lightning_fcl.evaluation import charts
 from lightning_fcl.evaluation.charts import COLORS, Chart, Points, Spec, fill_template, responsive_chart
 from lightning_fcl.evaluation.continual import FloatArray
 from lightning_fcl.evaluation.curves import curves
-from lightning_fcl.evaluation.metrics import AVERAGE_ACCURACY, FORGETTING, overall_metrics
+from lightning_fcl.evaluation.metrics import AVERAGE_ACCURACY, FORGETTING, find_metric, overall_metrics
 from lightning_fcl.evaluation.record import Quantity, get_quantity
 from lightning_fcl.evaluation.results import make_missing_run_error, read_results
 from lightning_fcl.evaluation.summary import (
@@ -30,7 +30,6 @@ from lightning_fcl.evaluation.table import NEAR_TOLERANCE, Cell, Table, metric_t
 __all__ = ["compare_page", "find_runs", "label_places", "runs_by_name"]
 
 _VIEWS = ("server, whole test set", "mean over clients, on all experiences so far")
-_KINDS = {"near": "within 0.05", "spread": "within 2 standard deviations", "outside": "outside"}
 
 RunsByName: TypeAlias = Mapping[str, Sequence[Mapping[str, Any]]]
 """Runs in a report: for the name of each row in the report, the contents of ``results.json`` of each seed."""
@@ -41,7 +40,7 @@ def compare_page(groups: RunsByName, table: Table | None = None) -> str:
 
     Args:
         groups: For the name of each row in the report, the contents of ``results.json`` of each seed.
-        table: Table that compares the runs with a paper. None if the runs do not reproduce a paper.
+        table: Table that compares the runs with expected values. None if there are no expected values.
 
     Raises:
         ValueError: If ``groups`` is empty.
@@ -262,23 +261,24 @@ def final_metrics_chart(
 
 
 def paper_comparison_chart(table: Table) -> Spec | None:
-    """Return the chart of measured means against the paper's values. Bars show two standard deviations over seeds.
+    """Return the chart of measured means against the expected values. Bars show two standard deviations over seeds.
 
-    The result is None if no value of the paper was measured.
+    Sizes and durations are left out. The result is None if no expected value was measured.
     """
     if not (rows := comparison_points(table)):
         return None
-    kinds = [*_KINDS.values()]
+    kinds = [*_agreements(table).values()]
     look = charts.color_scale("agreement", kinds, (COLORS[0], COLORS[6], COLORS[5])), charts.shape("agreement", kinds)
-    return responsive_chart(scatter(rows, "", *look), 420, rows=rows)
+    return responsive_chart(scatter(rows, "", *look, tolerance=table.tolerance or 0.0), 420, rows=rows)
 
 
 def comparison_points(table: Table) -> Points:
-    """Return a point for each value that the paper reports and that was measured."""
+    """Return a point for each expected value that was measured. Sizes and durations are left out."""
     points: Points = []
     for row, name, cell in table.paper_cells:
-        if cell.mean is not None and cell.paper is not None:
-            two, kind = 2 * (cell.std or 0.0), _KINDS[cell.verdict]
+        metric = find_metric(name)
+        if cell.mean is not None and cell.paper is not None and not (metric is not None and metric.unit):
+            two, kind = 2 * (cell.std or 0.0), _agreements(table)[cell.verdict]
             point = {"row": row, "metric": metric_title(name), "agreement": kind, "deviation": cell.deviation}
             points.append(
                 point | {"paper": cell.paper, "ours": cell.mean, "low": cell.mean - two, "high": cell.mean + two}
@@ -286,17 +286,20 @@ def comparison_points(table: Table) -> Points:
     return points
 
 
-def scatter(rows: Points, scale: str, look: alt.Color, shape: alt.Shape) -> Chart:
-    """Return a scatter chart with the line of equal values, and a band of `NEAR_TOLERANCE` above and below the line."""
+def _agreements(table: Table) -> dict[str, str]:
+    """Return the label of each verdict."""
+    return {"near": table.near_text, "spread": "within 2 standard deviations", "outside": "outside"}
+
+
+def scatter(rows: Points, scale: str, look: alt.Color, shape: alt.Shape, tolerance: float = NEAR_TOLERANCE) -> Chart:
+    """Return a scatter chart with the line of equal values, and a band of ``tolerance`` above and below the line."""
     numbers = [row[name] for row in rows for name in ("paper", "ours")]
     low, high = min(numbers) - NEAR_TOLERANCE, max(numbers) + NEAR_TOLERANCE
     axis = alt.Scale(domain=[low, high], nice=False)
-    x = alt.X("paper:Q", scale=axis, title=f"the paper's value{scale}")
+    x = alt.X("paper:Q", scale=axis, title=f"expected value{scale}")
     y_title = "our mean ± two standard deviations over the seeds"
     y, lowest = alt.Y("ours:Q", scale=axis, title=y_title), alt.Y("low:Q", scale=axis, title=y_title)
-    ends = [
-        {"paper": end, "ours": end, "low": end - NEAR_TOLERANCE, "high": end + NEAR_TOLERANCE} for end in (low, high)
-    ]
+    ends = [{"paper": end, "ours": end, "low": end - tolerance, "high": end + tolerance} for end in (low, high)]
     line = alt.Chart(alt.InlineData(ends)).encode(x=x)
     points = charts.get_chart("rows").encode(
         x=x, color=look, tooltip=charts.make_tooltips(row="", metric="", ours="", paper="")

@@ -27,7 +27,7 @@ TableFormat: TypeAlias = Literal["csv", "markdown", "latex"]
 """Formats of a table that compares runs."""
 
 NEAR_TOLERANCE = 0.05
-"""Largest difference from the paper's value at which a mean counts as near."""
+"""Default of the largest difference from the expected value at which a mean counts as near."""
 
 _FORMAT = 1
 
@@ -38,11 +38,13 @@ class Cell:
 
     Args:
         values: Value of the metric, by seed. Empty if only the paper reports the metric.
-        paper: Value of the paper, or None.
+        paper: Value of the paper, or the expected value. None if there is no such value.
+        tolerance: Largest difference from the expected value at which the mean counts as near.
     """
 
     values: Mapping[int, float]
     paper: float | None = None
+    tolerance: float = NEAR_TOLERANCE
 
     @cached_property
     def statistics(self) -> SeedStatistics | None:
@@ -78,13 +80,13 @@ class Cell:
     def verdict(self) -> str:
         """Agreement with the paper's value: ``near``, ``spread`` or ``outside``. Empty if the paper has no value.
 
-        ``near``: the difference is at most `NEAR_TOLERANCE`. ``spread``: the difference is larger, but at most two
+        ``near``: the difference is at most the tolerance. ``spread``: the difference is larger, but at most two
         standard deviations over the seeds. ``outside``: otherwise, and if the metric was not measured.
         """
         if self.paper is None:
             return ""
         in_spread = self.n > 1 and self.deviation <= 2 * (self.std or 0.0)
-        return "near" if self.deviation <= NEAR_TOLERANCE + 1e-9 else "spread" if in_spread else "outside"
+        return "near" if self.deviation <= self.tolerance + 1e-9 else "spread" if in_spread else "outside"
 
     def text(self, name: str, mark: str = "") -> str:
         """Return the cell as text ``ours ± std (paper)``.
@@ -179,6 +181,17 @@ class Table:
         return [(row, name, c) for row, of in self.rows.items() for name, c in of.items() if c.paper is not None]
 
     @property
+    def near_text(self) -> str:
+        """Description of values that are near the expected values, such as "within 0.05"."""
+        return "within the tolerance of the metric" if self.tolerance is None else f"within {self.tolerance:g}"
+
+    @property
+    def tolerance(self) -> float | None:
+        """Tolerance of all expected values. None if metrics have different tolerances."""
+        tolerances = {cell.tolerance for _, _, cell in self.paper_cells} or {NEAR_TOLERANCE}
+        return tolerances.pop() if len(tolerances) == 1 else None
+
+    @property
     def verdict_counts(self) -> VerdictCounts:
         """Numbers of values by their agreement with the paper."""
         verdicts = [cell.verdict for _, _, cell in self.paper_cells]
@@ -187,6 +200,36 @@ class Table:
             num_within_spread=verdicts.count("spread"),
             num_outside=verdicts.count("outside"),
         )
+
+    def verdict_text(self) -> str:
+        """Return the verdict, the number of values in each group, and a line for each value that is outside.
+
+        The text is empty if there are no expected values.
+        """
+        counts = self.verdict_counts
+        if not sum(counts):
+            return ""
+        text = f"Verdict: {counts.verdict}. Of {sum(counts)} expected values, {counts.num_near} are {self.near_text}, "
+        text += f"{counts.num_within_spread} within two standard deviations, and {counts.num_outside} outside."
+        outside = [(row, name, cell) for row, name, cell in self.paper_cells if cell.verdict == "outside"]
+        lines = [f"Outside: {row}, {name}: {cell.text(name)}" for row, name, cell in outside]
+        return "\n".join([text, *lines])
+
+    def with_tolerance(self, tolerance: float | Mapping[str, float]) -> Table:
+        """Return the table with other tolerances of the expected values.
+
+        Args:
+            tolerance: Tolerance of all metrics, or tolerances by the name of the metric. Metrics without a tolerance
+                have the default, `NEAR_TOLERANCE`.
+        """
+
+        def of(name: str) -> float:
+            return tolerance.get(name, NEAR_TOLERANCE) if isinstance(tolerance, Mapping) else tolerance
+
+        rows = {
+            row: {n: replace(cell, tolerance=of(n)) for n, cell in of_row.items()} for row, of_row in self.rows.items()
+        }
+        return replace(self, rows=rows)
 
     def select_metrics(self, metrics: Sequence[str]) -> Table:
         """Return the table with only some metrics, in the given order."""
@@ -263,7 +306,9 @@ def _cells(name: str, curves: Mapping[int, FloatArray], paper: Sequence[float | 
 def write_table(folder: str | Path, table: Table) -> tuple[Path, Path]:
     """Write ``table.json`` and ``table.md``, and return the paths of both files."""
     lines = [[row, *(of[n].text(n) if n in of else "-" for n in table.metrics)] for row, of in table.rows.items()]
-    note = "Mean ± standard deviation over the seeds, with the paper's value in parentheses. A value without ± has one "
+    note = (
+        "Mean ± standard deviation over the seeds, with the expected value in parentheses. A value without ± has one "
+    )
     note += "seed, or is a size that is equal for all seeds."
     note += f" Written by lightning-fcl {__version__}."
     markdown = f"{markdown_table(['', *map(metric_title, table.metrics)], lines)}\n\n{note}\n"
@@ -289,6 +334,7 @@ def read_table(path: str | Path) -> Table:
                 name: Cell(
                     {int(seed): float(value) for seed, value in cell["values"].items()},
                     None if cell["paper"] is None else float(cell["paper"]),
+                    float(cell.get("tolerance", NEAR_TOLERANCE)),
                 )
                 for name, cell in of.items()
             }
@@ -350,7 +396,8 @@ def metric_number(name: str, value: float | None) -> str:
 
 def _plain(cell: Cell) -> dict[str, Any]:
     summary = {"mean": cell.mean, "std": cell.std, "n": cell.n, "paper": cell.paper}
-    return {**summary, "values": {str(seed): value for seed, value in sorted(cell.values.items())}}
+    tolerance = {} if cell.tolerance == NEAR_TOLERANCE else {"tolerance": cell.tolerance}
+    return {**summary, **tolerance, "values": {str(seed): value for seed, value in sorted(cell.values.items())}}
 
 
 def _distinct(texts: Iterable[str]) -> str:

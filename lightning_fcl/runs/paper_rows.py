@@ -25,16 +25,24 @@ def recipes_folder() -> Path:
     return package_folder / "recipes" if (package_folder / "recipes").is_dir() else package_folder.parent / "recipes"
 
 
+def list_papers() -> list[str]:
+    """Return the names of the papers with recipes in the package."""
+    return sorted(path.parent.name for path in recipes_folder().glob("*/rows.yaml"))
+
+
 def paper_folder(paper: str) -> Path:
     """Return the folder of a paper's recipes."""
-    papers = sorted(path.parent.name for path in recipes_folder().glob("*/rows.yaml"))
-    one_of(papers, paper=paper)
+    one_of(list_papers(), paper=paper)
     return recipes_folder() / paper
 
 
-def read_rows(folder: Path) -> dict[str, Any]:
-    """Return the content of ``rows.yaml`` in the folder of a paper."""
-    content: dict[str, Any] = yaml.safe_load(read_text(folder / "rows.yaml"))
+def read_rows(path: Path) -> dict[str, Any]:
+    """Return the content of a ``rows.yaml``.
+
+    Args:
+        path: The file, or the folder of the file.
+    """
+    content: dict[str, Any] = yaml.safe_load(read_text(rows_file(path)))
     return content
 
 
@@ -59,6 +67,11 @@ def row_citations(paper: str, title: str) -> tuple[str, ...]:
     return () if row is None else (*content.get("citations", ()), *row.citations)
 
 
+def rows_file(path: Path) -> Path:
+    """Return the path of a ``rows.yaml``, given the file or its folder."""
+    return path / "rows.yaml" if path.is_dir() else path
+
+
 def scale_folder(recipes: Path, scale: str) -> Path:
     """Return the folder with the table, figures and committed runs of a paper at a scale."""
     return recipes if scale == "paper" else safe_join(recipes, scale)
@@ -78,9 +91,11 @@ class RowEntry:
         search: File of the hyperparameter search of this row.
         citations: Keys of the row's papers in ``evaluation/citations.bib``. The entry ``citations`` of ``rows.yaml``
             contains the papers of all rows.
+        is_named: Whether the title is the name of the row in the results. False for a row that is only the name of a
+            recipe file.
     """
 
-    configs: Sequence[str]
+    configs: Sequence[str] = ()
     overrides: Mapping[str, Any] = field(default_factory=dict)
     scale_overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     expected: Mapping[str, float] | None = None
@@ -88,6 +103,7 @@ class RowEntry:
     notes: Mapping[str, str] = field(default_factory=dict)
     search: str | None = None
     citations: Sequence[str] = ()
+    is_named: bool = True
 
 
 @dataclass(frozen=True)
@@ -99,25 +115,26 @@ class Row:
         configs: Recipe files. Later files override earlier files.
         expected: Metric values from the paper, by the name of the metric. None if the recipe files contain them.
         settings: Settings that override the values of the files.
+        is_named: Whether the title is the name of the row in the results. Otherwise, the recipe files contain the name.
     """
 
     title: str
     configs: tuple[Path, ...]
     expected: Mapping[str, float] | None = None
     settings: tuple[Setting, ...] = ()
+    is_named: bool = False
 
     @property
     def slug(self) -> str:
-        """Name of the row's folder: the stem of the last file, or the slug of the title if `expected` is set."""
-        return self.configs[-1].stem if self.expected is None else slug(self.title)
+        """Name of the row's folder: the slug of the title if `is_named`, otherwise the stem of the last file."""
+        return slug(self.title) if self.is_named else self.configs[-1].stem
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe of the files and settings. If `expected` is set, `expected` and the title are added."""
-        recipe = Recipe((*self.configs, *self.settings))
-        if self.expected is None:
-            return recipe
-        return recipe.with_values({"recipe.row": self.title, "recipe.expected_metrics": json.dumps(self.expected)})
+        """The recipe of the files and settings, with the title if `is_named`, and with the expected values if any."""
+        values = {"recipe.row": self.title} if self.is_named else {}
+        values |= {} if self.expected is None else {"recipe.expected_metrics": json.dumps(self.expected)}
+        return Recipe((*self.configs, *self.settings)).with_values(values)
 
     @property
     def summary(self) -> str:
@@ -126,12 +143,17 @@ class Row:
         return first.removeprefix("#").strip().partition(". ")[0].rstrip(".") if first.startswith("#") else self.title
 
 
-def paper_rows(folder: Path, rows: Sequence[str] | None, scale: str = "paper") -> dict[str, Row]:
-    """Return rows of a paper's table at a scale: all rows, or only those in ``rows``.
+def paper_rows(path: Path, rows: Sequence[str] | None, scale: str = "paper") -> dict[str, Row]:
+    """Return rows of a table at a scale: all rows, or only those in ``rows``.
 
     `expand_grids` describes the format of ``rows.yaml``.
+
+    Args:
+        path: The ``rows.yaml``, or its folder.
+        rows: Names of rows. None for all rows.
+        scale: Scale of the runs.
     """
-    content = read_rows(folder)
+    content, folder = read_rows(path), rows_file(path).parent
     entries = expand_grids(content)
     at_scale = {title: entry for title, entry in entries.items() if scale in (entry.scales or [scale])}
     for title in rows or ():
@@ -148,8 +170,9 @@ def paper_rows(folder: Path, rows: Sequence[str] | None, scale: str = "paper") -
         entry = entries[title]
         values = {**entry.overrides, **entry.scale_overrides.get(scale, {})}
         settings = tuple(Setting(name, v if isinstance(v, str) else json.dumps(v)) for name, v in values.items())
-        configs = tuple(folder / name for name in (content["base"], *entry.configs))
-        result[title] = Row(title, configs, entry.expected, settings)
+        base = [content["base"]] if "base" in content else []
+        configs = tuple(folder / name for name in (*base, *entry.configs))
+        result[title] = Row(title, configs, entry.expected, settings, entry.is_named)
     return result
 
 
@@ -182,7 +205,7 @@ def expand_grids(content: Mapping[str, Any]) -> dict[str, RowEntry]:
         InvalidValueError: If a grid names a row that does not exist.
     """
     rows = {
-        title: RowEntry(**entry) if isinstance(entry, dict) else RowEntry([entry])
+        title: RowEntry(**entry) if isinstance(entry, dict) else RowEntry([entry], is_named=False)
         for title, entry in content["rows"].items()
     }
     result = dict(rows)
@@ -209,6 +232,7 @@ def expand_grids(content: Mapping[str, Any]) -> dict[str, RowEntry]:
                     overrides={**row.overrides, **change_settings.get("overrides", {})},
                     expected=expected.get(f"{change} {title}", {}),
                     scales=grid.get("scales"),
+                    is_named=True,
                 )
     return result
 

@@ -134,7 +134,7 @@ def test_report_has_settings_and_comparison_with_the_paper():
     ):
         assert part in said
     ours = content["metrics"]["general_accuracy/client1"]
-    lines = {line[0][0]: [text for text, _ in line[1:]] for line in reader.tables["Comparison with the paper"]}
+    lines = {line[0][0]: [text for text, _ in line[1:]] for line in reader.tables["Comparison with expected values"]}
     assert lines["A_gen client1"] == [f"{ours:.3f}", "0.753", f"{ours - 0.753:+.3f}"]
     assert lines["A_gen other"] == ["-", "0.500", "-"]
     head, server, *_ = reader.tables["All metrics"]
@@ -146,7 +146,7 @@ def test_report_has_settings_and_comparison_with_the_paper():
 
 def test_report_of_one_task_has_no_comparison_with_the_paper():
     page = Reader(render_report(results(tasks=1)))
-    assert "Comparison with the paper" not in page.seen and not any("A_2" in text for text in page.seen)
+    assert "Comparison with expected values" not in page.seen and not any("A_2" in text for text in page.seen)
 
 
 def test_read_results_damaged_file_raises(tmp_path):
@@ -358,9 +358,9 @@ def test_compare_page_with_table_has_verdicts():
         compare_page({"FLwF-2T/FT": runs}, Table.from_results(runs, "flwf", "small", "lightning-fcl reproduce flwf"))
     )
     said = " ".join(filter(None, page.seen))
-    assert "Our runs have the scale `small`. The paper's values have the paper's own scale." in said
+    assert "Our runs have the scale `small`. The expected values are for the full scale." in said
     assert "1 of 2 partly reproduced" in said and "0 within 2 standard deviations" in said and "1 outside" in said
-    assert [kind for _, kind in page.tables["Comparison with the paper"][1]] == ["", "near", "outside"]
+    assert [kind for _, kind in page.tables["Comparison with expected values"][1]] == ["", "near", "outside"]
 
 
 @pytest.mark.parametrize("content", [b"steal()", b"\xff\xfe", b"", b"draw('\xc3')"])
