@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 import warnings
 from collections.abc import Iterator
@@ -93,6 +94,10 @@ def _open_journal(path: Path) -> JournalStorage:
             value=str(path),
         )
     try:
+        # JournalStorage ignores an invalid last line, and would append to a file of another kind.
+        first_line = path.read_text().partition("\n")[0] if path.exists() else ""
+        if first_line:
+            _ = json.loads(first_line)["op_code"]
         return JournalStorage(JournalFileBackend(str(path)))
     except (ValueError, KeyError, TypeError) as error:
         raise InvalidValueError(
