@@ -211,8 +211,8 @@ class Table:
             return ""
         text = f"Verdict: {counts.verdict}. Of {sum(counts)} expected values, {counts.num_near} are {self.near_text}, "
         text += f"{counts.num_within_spread} within two standard deviations, and {counts.num_outside} outside."
-        outside = [(row, name, cell) for row, name, cell in self.paper_cells if cell.verdict == "outside"]
-        lines = [f"Outside: {row}, {name}: {cell.text(name)}" for row, name, cell in outside]
+        outside_cells = [(row, name, cell) for row, name, cell in self.paper_cells if cell.verdict == "outside"]
+        lines = [f"Outside: {row}, {name}: {cell.text(name)}" for row, name, cell in outside_cells]
         return "\n".join([text, *lines])
 
     def with_tolerance(self, tolerance: float | Mapping[str, float]) -> Table:

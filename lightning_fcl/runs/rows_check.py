@@ -120,7 +120,7 @@ def check_rows(path: Path, scale: str) -> None:
         )
     _check_files([content.get("base", "")], f"`base` in {file}")
     for title, entry in content["rows"].items():
-        place = f"row {title} in {file}"
+        source = f"row {title} in {file}"
         if not isinstance(title, str):
             raise InvalidValueError(
                 f"Expected the names of rows in {file} to be text, but got {title}.",
@@ -129,22 +129,22 @@ def check_rows(path: Path, scale: str) -> None:
                 value=title,
             )
         if not isinstance(entry, str):
-            _check_mapping(RowEntry, entry, place, hidden=("is_named",))
-            _check_files(entry.get("configs", ()), f"`configs` of {place}")
-            _check_metrics(entry.get("expected") or (), f"`expected` of {place}")
-            _check_numbers(entry.get("expected") or {}, f"`expected` of {place}")
-            _check_names(entry.get("scales") or (), _SCALES, f"`scales` of {place}")
-            _check_names(entry.get("scale_overrides", ()), _SCALES, f"`scale_overrides` of {place}")
+            _check_mapping(RowEntry, entry, source, excluded_fields=("is_named",))
+            _check_files(entry.get("configs", ()), f"`configs` of {source}")
+            _check_metrics(entry.get("expected") or (), f"`expected` of {source}")
+            _check_numbers(entry.get("expected") or {}, f"`expected` of {source}")
+            _check_names(entry.get("scales") or (), _SCALES, f"`scales` of {source}")
+            _check_names(entry.get("scale_overrides", ()), _SCALES, f"`scale_overrides` of {source}")
     for grid in content.get("grids", []):
-        place = f"a grid in {file}"
-        _check_mapping(GridContent, grid, place, renamed={"changes": "with"})
+        source = f"a grid in {file}"
+        _check_mapping(GridContent, grid, source, renamed={"changes": "with"})
         for name, change in grid["with"].items():
-            _check_mapping(ChangeContent, change, f"{name} of {place}")
-            _check_files(change.get("configs", ()), f"`configs` of {name} of {place}")
+            _check_mapping(ChangeContent, change, f"{name} of {source}")
+            _check_files(change.get("configs", ()), f"`configs` of {name} of {source}")
         for expected in grid.get("expected", {}).values():
-            _check_metrics(expected, f"`expected` of {place}")
-            _check_numbers(expected, f"`expected` of {place}")
-        _check_names(grid.get("scales") or (), _SCALES, f"`scales` of {place}")
+            _check_metrics(expected, f"`expected` of {source}")
+            _check_numbers(expected, f"`expected` of {source}")
+        _check_names(grid.get("scales") or (), _SCALES, f"`scales` of {source}")
     _check_metrics(content.get("metrics", ()), f"`metrics` in {file}")
     _check_tolerance(content.get("tolerance", 0.05), file)
     entries = expand_grids(content)
@@ -186,65 +186,71 @@ def _check_recipes(file: Path, scale: str) -> None:
 
 
 def _check_mapping(
-    kind: type, content: object, place: str, hidden: Sequence[str] = (), renamed: Mapping[str, str] | None = None
+    kind: type,
+    content: object,
+    source: str,
+    excluded_fields: Sequence[str] = (),
+    renamed: Mapping[str, str] | None = None,
 ) -> None:
     """Raise an error if a mapping has an unknown key, misses a required key, or has a value of another type.
 
     Args:
         kind: Dataclass with the keys and the types of the values.
         content: The mapping.
-        place: Place of the mapping for messages.
-        hidden: Fields of the dataclass that are no keys.
+        source: Name of the mapping for messages.
+        excluded_fields: Fields of the dataclass that are no keys.
         renamed: Keys by the names of their fields, if they differ.
     """
     if not isinstance(content, Mapping):
         raise InvalidValueError(
-            f"Expected {place} to contain a mapping (`name: value`), but got {content!r:.100}.", value=content
+            f"Expected {source} to contain a mapping (`name: value`), but got {content!r:.100}.", value=content
         )
-    types = {(renamed or {}).get(name, name): hint for name, hint in field_types(kind).items() if name not in hidden}
-    _check_names(content, types, f"the keys of {place}")
+    types = {
+        (renamed or {}).get(name, name): hint for name, hint in field_types(kind).items() if name not in excluded_fields
+    }
+    _check_names(content, types, f"the keys of {source}")
     defaults = {(renamed or {}).get(one.name, one.name): one for one in fields(kind)}
     for name, hint in types.items():
         if name not in content:
             if _is_required(defaults[name]):
                 raise MissingValueError(
-                    f"Expected `{name}` in {place}, but it is missing.", hint=f"Add `{name}`.", argument=name
+                    f"Expected `{name}` in {source}, but it is missing.", hint=f"Add `{name}`.", argument=name
                 )
             continue
         try:
             check_argument(name, content[name], hint)
         except LightningFCLError as error:
-            raise InvalidValueError(f"In {place}: {error}", argument=name, value=content[name]) from error
+            raise InvalidValueError(f"In {source}: {error}", argument=name, value=content[name]) from error
 
 
 def _is_required(data_field: Field[Any]) -> bool:
     return data_field.default is MISSING and data_field.default_factory is MISSING
 
 
-def _check_names(names: Iterable[object], known: Iterable[str], what: str) -> None:
-    known_names = list(known)
+def _check_names(names: Iterable[object], allowed: Iterable[str], subject: str) -> None:
+    known_names = list(allowed)
     for name in names:
         if name not in known_names:
             raise UnknownNameError(
-                f"Expected {what} to be among {format_names(known_names)}, but got {name}.",
+                f"Expected {subject} to be among {format_names(known_names)}, but got {name}.",
                 hint=did_you_mean(name, known_names),
                 argument=str(name),
                 value=name,
             )
 
 
-def _check_files(names: Iterable[object], what: str) -> None:
+def _check_files(names: Iterable[object], subject: str) -> None:
     for name in names:
         if not isinstance(name, str):
             raise InvalidValueError(
-                f"Expected {what} to be the name of a file, but got {name!r}.",
+                f"Expected {subject} to be the name of a file, but got {name!r}.",
                 hint="Write the name with quotation marks.",
-                argument=what,
+                argument=subject,
                 value=name,
             )
 
 
-def _check_metrics(names: Iterable[str], what: str) -> None:
+def _check_metrics(names: Iterable[str], subject: str) -> None:
     """Raise UnknownNameError if a metric has no model, or if its name is almost the name of a known metric.
 
     Other unknown names are accepted, because a module can define its own measures.
@@ -253,26 +259,26 @@ def _check_metrics(names: Iterable[str], what: str) -> None:
         name, slash, model = str(key).rpartition("/")
         if not (slash and model):
             raise UnknownNameError(
-                f"Expected the names of metrics in {what} to contain a model, but got {key}.",
+                f"Expected the names of metrics in {subject} to contain a model, but got {key}.",
                 hint=f"Write {key.rstrip('/')}/server, {key.rstrip('/')}/clients or {key.rstrip('/')}/total.",
                 argument=str(key),
                 value=key,
             )
-        if find_metric(key) is None and (near := nearest_name(name, [metric.name for metric in METRICS], 0.85)):
+        if find_metric(key) is None and (suggestion := nearest_name(name, [metric.name for metric in METRICS], 0.85)):
             raise UnknownNameError(
-                f"Expected the names of metrics in {what} to be names that `lightning-fcl ls metrics` lists, but got "
+                f"Expected the names of metrics in {subject} to be names that `lightning-fcl ls metrics` lists, but got "
                 f"{key}.",
-                hint=f"Did you mean {near}/{model}?",
+                hint=f"Did you mean {suggestion}/{model}?",
                 argument=str(key),
                 value=key,
             )
 
 
-def _check_numbers(values: Mapping[str, float], what: str) -> None:
+def _check_numbers(values: Mapping[str, float], subject: str) -> None:
     for name, value in values.items():
         if not math.isfinite(value):
             raise InvalidValueError(
-                f"Expected {what} to contain finite numbers, but got {value} for {name}.",
+                f"Expected {subject} to contain finite numbers, but got {value} for {name}.",
                 hint="Remove the metric if there is no expected value.",
                 argument=name,
                 value=value,
@@ -289,34 +295,34 @@ def _check_tolerance(tolerance: float | Mapping[str, float], file: Path) -> None
 def _check_figure(figure: Mapping[str, Any], rows: Iterable[str], file: Path) -> None:
     from lightning_fcl.evaluation.paper_figures import FIGURE_KINDS  # The import of Altair takes a second.
 
-    place = f"a figure in {file}"
-    _check_mapping(FigureContent, figure, place)
+    source = f"a figure in {file}"
+    _check_mapping(FigureContent, figure, source)
     kinds = [kind for kind in FIGURE_KINDS if " " not in kind]
-    _check_names([figure["kind"]], kinds, f"`kind` of {place}")
-    _check_names(figure.get("scales", ()), _SCALES, f"`scales` of {place}")
-    _check_names([row for panel in figure["panels"].values() for row in panel.values()], rows, f"the rows of {place}")
+    _check_names([figure["kind"]], kinds, f"`kind` of {source}")
+    _check_names(figure.get("scales", ()), _SCALES, f"`scales` of {source}")
+    _check_names([row for panel in figure["panels"].values() for row in panel.values()], rows, f"the rows of {source}")
     if Path(figure["file"]).name != figure["file"] or Path(figure["file"]).suffix != ".png":
         raise InvalidValueError(
-            f"Expected `file` of {place} to be the name of a PNG file, but got {figure['file']}.",
+            f"Expected `file` of {source} to be the name of a PNG file, but got {figure['file']}.",
             hint="Write a name without a folder, as in `file: accuracy.png`.",
             argument="file",
             value=figure["file"],
         )
     if not figure["panels"] or not all(figure["panels"].values()):
         raise MissingValueError(
-            f"Expected `panels` of {place} to contain a row for each panel, but a panel has none.",
+            f"Expected `panels` of {source} to contain a row for each panel, but a panel has none.",
             hint="Write the rows of each panel, as in `panels: {Digits: {FedAvg: FedAvg}}`.",
             argument="panels",
         )
     if figure.get("experiences") and figure["kind"] != "activation_density":
         raise InvalidValueError(
-            f"Expected `experiences` only for the kind activation_density, but {place} has the kind {figure['kind']}.",
+            f"Expected `experiences` only for the kind activation_density, but {source} has the kind {figure['kind']}.",
             hint="Remove `experiences`.",
             argument="experiences",
         )
     if figure.get("experiences") and any(len(panel) > 1 for panel in figure["panels"].values()):
         raise InvalidValueError(
-            f"Expected one row in each panel with `experiences: true`, but {place} has a panel with several rows.",
+            f"Expected one row in each panel with `experiences: true`, but {source} has a panel with several rows.",
             hint="Write a panel for each row.",
             argument="panels",
         )
