@@ -24,6 +24,82 @@ TRIED_ELSEWHERE: dict[str, list[str]] = {
     ],
     "Use another folder for `--out`.": [
         "tests/cli/test_new.py::test_new_out_that_is_a_file_is_avoided_with_other_folder",
+    "Write a line for each row, as in `rows: {FedAvg: fedavg.yaml}`.": [
+        "tests/cli/test_rows.py::test_check_rows_hint_is_a_fix_that_works",
+    ],
+    '" with quotation marks.': [
+        "tests/cli/test_rows.py::test_check_rows_hint_is_a_fix_that_works",
+    ],
+    "Set `base`, or `configs` of the row.": [
+        "tests/cli/test_rows.py::test_check_rows_hint_is_a_fix_that_works",
+    ],
+    "Write the name with quotation marks.": [
+        "tests/cli/test_rows.py::test_check_rows_hint_is_a_fix_that_works",
+    ],
+    "Write their paths relative to the folder of this file.": [
+        "tests/cli/test_rows.py::test_check_rows_hint_is_a_fix_that_works",
+    ],
+    "Rename a row. A row that is only a file has the name of the file: write `{configs: [FILE]}`.": [
+        "tests/cli/test_rows.py::test_check_rows_hint_is_a_fix_that_works",
+    ],
+    "Write final_accuracy/server, final_accuracy/clients or final_accuracy/total.": [
+        "tests/cli/test_rows.py::test_check_rows_hint_is_a_fix_that_works",
+    ],
+    "Remove the metric if there is no expected value.": [
+        "tests/cli/test_rows.py::test_check_rows_hint_is_a_fix_that_works",
+    ],
+    "Write a name without a folder, as in `file: accuracy.png`.": [
+        "tests/cli/test_rows.py::test_check_rows_hint_is_a_fix_that_works",
+    ],
+    "Write the rows of each panel, as in `panels: {Digits: {FedAvg: FedAvg}}`.": [
+        "tests/cli/test_rows.py::test_check_rows_hint_is_a_fix_that_works",
+    ],
+    "Remove `experiences`.": [
+        "tests/cli/test_rows.py::test_check_rows_hint_is_a_fix_that_works",
+    ],
+    "Write a panel for each row.": [
+        "tests/cli/test_rows.py::test_check_rows_hint_is_a_fix_that_works",
+    ],
+    "Pass an existing file, or the name of a paper such as flwf.": [
+        "tests/cli/test_rows.py::test_find_rows_hint_is_a_fix_that_works",
+    ],
+    "Pass a file, as in `lightning-fcl reproduce rows.yaml`.": [
+        "tests/cli/test_rows.py::test_find_rows_hint_is_a_fix_that_works",
+    ],
+    "Use a file, as in `--storage sqlite:///study.db`.": [
+        "tests/cli/test_tune_storage.py::test_open_storage_hint_is_a_fix_that_works",
+    ],
+    "Use a URL such as `sqlite:///study.db`, or a file such as `study.log` for a folder that machines share.": [
+        "tests/cli/test_tune_storage.py::test_open_storage_hint_is_a_fix_that_works",
+        "tests/cli/test_tune_storage.py::test_open_storage_invalid_text_raises",
+        "tests/cli/test_tune_storage.py::test_open_storage_other_file_raises_and_keeps_the_file",
+    ],
+    "Did you mean n_warmup_steps?": [
+        "tests/cli/test_tune_pruning.py::test_make_pruner_suggested_argument_works",
+    ],
+    "Did you mean configs?": [
+        "tests/cli/test_rows.py::test_check_rows_hint_is_a_fix_that_works",
+    ],
+    "Did you mean flwf?": [
+        "tests/cli/test_rows.py::test_find_rows_prefers_paper_and_accepts_paths",
+    ],
+    "For an SQLite database, use `--storage sqlite:///": [
+        "tests/cli/test_tune_storage.py::test_open_storage_hint_is_a_fix_that_works",
+    ],
+    "and the folder of an SQLite file must exist. Then run the same": [
+        "tests/cli/test_tune_storage.py::test_open_storage_hint_is_a_fix_that_works",
+    ],
+    "Install the package of the SQLAlchemy driver": [
+        "tests/cli/test_tune_storage.py::test_open_storage_missing_driver_raises",
+    ],
+    "Use another name with `--study-name`, or delete the study and its trials with `--restart`.": [
+        "tests/cli/test_tune_storage.py::test_tune_study_of_another_search_is_rejected_before_any_trial",
+    ],
+    "Pass the storage of the study, as in `--storage sqlite:///study.db`.": [
+        "tests/cli/test_tune_storage.py::test_tune_study_name_without_storage_raises",
+    ],
+    "Use `--pruner none`, or an objective that is measured in each round, such as final_accuracy/server.": [
+        "tests/cli/test_tune_pruning.py::test_tune_objective_measured_once_raises",
     ],
     "convert the value to numbers, text, tensors, or lists and dicts of such values.": [
         "tests/simulation/test_tensor_subclasses.py::test_unreadable_callback_state_raises_by_the_first_round",

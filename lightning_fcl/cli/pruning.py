@@ -49,12 +49,12 @@ def make_pruner(name: PrunerName, arguments: Mapping[str, Any]) -> BasePruner:
         'MedianPruner'
     """
     kind = _PRUNERS[name]
-    known = [one for one in signature(kind.__init__).parameters if one not in ("self", "args", "kwargs")]
-    if unknown := [one for one in arguments if one not in known]:
+    argument_names = [one for one in signature(kind.__init__).parameters if one not in ("self", "args", "kwargs")]
+    if unknown := [one for one in arguments if one not in argument_names]:
+        listed_names = ", ".join(argument_names) or "no arguments"
         raise UnknownNameError(
-            f"Expected `pruner_args` of the pruner {name} to be among {', '.join(known) or 'no arguments'}, but got "
-            f"{unknown[0]}.",
-            hint=did_you_mean(unknown[0], known) or f"Remove {unknown[0]}.",
+            f"Expected `pruner_args` of the pruner {name} to be among {listed_names}, but got {unknown[0]}.",
+            hint=did_you_mean(unknown[0], argument_names) or f"Remove {unknown[0]}.",
             argument="pruner_args",
             value=unknown[0],
         )
@@ -94,7 +94,7 @@ def measured_value(record: Record, objective: str, number: int) -> float | None:
         return None
     tasks = 1 + max(entry["experience"]["server"] for entry in rounds)
     at_end = ("client_state_bytes", "training")
-    part = truncate_record(
+    partial_record = truncate_record(
         {key: value for key, value in record.items() if key not in at_end} | {"rounds": rounds}, tasks
     )
     candidates = [(metric, metric.for_quantity(quantity)) for metric in METRICS for quantity in get_quantities(record)]
@@ -103,7 +103,7 @@ def measured_value(record: Record, objective: str, number: int) -> float | None:
         for metric, named in candidates
         if named is not None and (named.matches(name) or named.matches(objective))
     ]
-    return summarize(part, list(dict.fromkeys(metrics))).get(objective)
+    return summarize(partial_record, list(dict.fromkeys(metrics))).get(objective)
 
 
 @dataclass(frozen=True)

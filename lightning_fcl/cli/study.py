@@ -97,10 +97,12 @@ class SearchStudy:
         if actual == expected:
             return
         differing = [name for name in expected if not isinstance(actual, dict) or actual.get(name) != expected[name]]
-        changed = f"has another {', '.join(differing)}" if isinstance(actual, dict) else "was not made by this command"
+        difference = (
+            f"has another {', '.join(differing)}" if isinstance(actual, dict) else "was not made by this command"
+        )
         raise InvalidStateError(
             f"Expected the study {self.name} in {without_password(self.storage_text or '')} to belong to this search, "
-            f"but the study {changed}.",
+            f"but the study {difference}.",
             hint="Use another name with `--study-name`, or delete the study and its trials with `--restart`.",
             argument="--study-name",
             value=self.name,
@@ -140,9 +142,9 @@ class SearchStudy:
         with storage_errors(self.storage_text):
             while True:
                 self._free_stale_slots()
-                everything = self.study.get_trials(deepcopy=False)
-                taken = {trial.user_attrs["slot"] for trial in everything if _takes_slot(trial)}
-                slot = next((slot for slot in range(self.number) if slot not in taken), None)
+                all_trials = self.study.get_trials(deepcopy=False)
+                taken_slots = {trial.user_attrs["slot"] for trial in all_trials if _takes_slot(trial)}
+                slot = next((slot for slot in range(self.number) if slot not in taken_slots), None)
                 if slot is None:
                     return None
                 seeds = [*range(self.search.first_seed, self.search.first_seed + self.search.seeds)]
@@ -152,14 +154,14 @@ class SearchStudy:
                 trial_id = self.storage.create_new_trial(study_id, template)
                 number = self.storage.get_trial_number_from_id(trial_id)
                 # Two processes can create a trial of the same slot at the same time. The first trial takes the slot.
-                others = (trial for trial in self.trials() if trial.number < number)
-                if not any(trial.user_attrs["slot"] == slot for trial in others):
+                earlier_trials = (trial for trial in self.trials() if trial.number < number)
+                if not any(trial.user_attrs["slot"] == slot for trial in earlier_trials):
                     break
                 self.storage.set_trial_state_values(trial_id, TrialState.FAIL)
             self._claimed.add(trial_id)
             interrupted = [
                 trial.params
-                for trial in everything
+                for trial in all_trials
                 if trial.user_attrs.get("slot") == slot and {*trial.params} == {*self.search.space}
             ]
             # A study caches the trials that its sampler reads, so each trial needs a new object.
@@ -234,10 +236,10 @@ class SearchStudy:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Send heartbeats of the claimed trials during the block. After it, free the slots of unfinished trials."""
-        ended = threading.Event()
+        end_event = threading.Event()
 
         def send_heartbeats() -> None:
-            while not ended.wait(_HEARTBEAT_SECONDS):
+            while not end_event.wait(_HEARTBEAT_SECONDS):
                 for trial_id in [*self._claimed]:
                     with suppress(Exception):  # The next heartbeat follows. A finished trial needs none.
                         self.storage.set_trial_user_attr(trial_id, "heartbeat", time.time())
@@ -248,7 +250,7 @@ class SearchStudy:
         try:
             yield
         finally:
-            ended.set()
+            end_event.set()
             if thread.is_alive():
                 thread.join()
             for trial_id in [*self._claimed]:

@@ -67,8 +67,8 @@ def run_trials(tasks: Iterable[TrialTask], workers: int | None) -> Iterator[tupl
         recorded = [(task, outcome) for task, outcome in outcomes if outcome is not None]
         tasks = [task for task, outcome in outcomes if outcome is None]
     by_trial: dict[int, list[TrialOutcome]] = {}
-    with closing(run_parallel(run_task, tasks, workers)) as finished:
-        for task, outcome in itertools.chain(recorded, finished):
+    with closing(run_parallel(run_task, tasks, workers)) as finished_tasks:
+        for task, outcome in itertools.chain(recorded, finished_tasks):
             parts = by_trial.setdefault(task.number, [])
             parts.append(outcome)
             if len(parts) == task.num_parts:

@@ -114,8 +114,8 @@ class Tune(Command):
             shutil.rmtree(folder)
 
         def so_far() -> str:
-            ended = len(study.ended_trials)
-            return f"Finished: {ended} of {number} trials. Run the same command again to resume."
+            num_ended = len(study.ended_trials)
+            return f"Finished: {num_ended} of {number} trials. Run the same command again to resume."
 
         with (
             print_resume_hint_on_stop(so_far),

@@ -131,10 +131,10 @@ def trials_figure(search: Search, trials: Sequence[FrozenTrial]) -> charts.Spec:
             assert isinstance(distribution, CategoricalDistribution)
             labels = _choice_labels(distribution.choices)
             values = [labels[repr(value)] for value in values]
-            tried = [label for label in labels.values() if label in values]
-            angle = 0 if sum(map(len, tried)) <= _MAX_HORIZONTAL_LETTERS else -30
+            tried_labels = [label for label in labels.values() if label in values]
+            angle = 0 if sum(map(len, tried_labels)) <= _MAX_HORIZONTAL_LETTERS else -30
             axis = alt.Axis(labelAngle=angle, labelLimit=_LABEL_WIDTH)
-            x = alt.X(f"{field}:N", title=names[path], sort=tried, axis=axis)
+            x = alt.X(f"{field}:N", title=names[path], sort=tried_labels, axis=axis)
         rows = [row | {field: value} for row, value in zip(rows, values, strict=True)]
         panels.append(base.encode(x=x).properties(width=220, height=220))
     return charts.spec(alt.concat(*panels, columns=4), rows=rows)

@@ -266,8 +266,7 @@ def _check_metrics(names: Iterable[str], subject: str) -> None:
             )
         if find_metric(key) is None and (suggestion := nearest_name(name, [metric.name for metric in METRICS], 0.85)):
             raise UnknownNameError(
-                f"Expected the names of metrics in {subject} to be names that `lightning-fcl ls metrics` lists, but got "
-                f"{key}.",
+                f"Expected the names of metrics in {subject} to be names of `lightning-fcl ls metrics`, but got {key}.",
                 hint=f"Did you mean {suggestion}/{model}?",
                 argument=str(key),
                 value=key,

@@ -14,6 +14,8 @@ from lightning_fcl.runs.rows_check import check_rows
 
 FIGURE = {"file": "a.png", "kind": "communication", "panels": {"digits": {"A": "A"}}}
 
+DENSITIES = {**FIGURE, "kind": "activation_density", "experiences": True}
+
 
 @pytest.fixture
 def write(tmp_path, small_recipe):
@@ -145,6 +147,70 @@ def test_check_rows_invalid_content_raises(write, changes, error, message):
     with pytest.raises(error) as raised:
         check_rows(write(**changes), "paper")
     assert message in str(raised.value)
+
+
+FIXES = [
+    ({"rows": {}}, {"rows": {"A": "small.yaml"}}, "Write a line for each row, as in `rows: {FedAvg: fedavg.yaml}`."),
+    ({"rows": {1: "small.yaml"}}, {"rows": {"1": "small.yaml"}}, 'Write "1" with quotation marks.'),
+    ({"base": None, "rows": {"A": {}}}, {"rows": {"A": {}}}, "Set `base`, or `configs` of the row."),
+    ({"rows": None}, {"rows": {"A": {}}}, "Add `rows`."),
+    ({"rows": {"A": {"config": []}}}, {"rows": {"A": {"configs": []}}}, "Did you mean configs?"),
+    ({"base": 3}, {"base": "base.yaml"}, "Write the name with quotation marks."),
+    (
+        {"rows": {"A": "mine/small.yaml"}},
+        {"rows": {"A": "small.yaml"}},
+        "Write their paths relative to the folder of this file.",
+    ),
+    (
+        {"rows": {"A": "small.yaml", "B": "small.yaml"}},
+        {"rows": {"A": "small.yaml", "B": {"configs": ["small.yaml"]}}},
+        "Rename a row. A row that is only a file has the name of the file: write `{configs: [FILE]}`.",
+    ),
+    (
+        {"metrics": ["final_accuracy"]},
+        {"metrics": ["final_accuracy/server"]},
+        "Write final_accuracy/server, final_accuracy/clients or final_accuracy/total.",
+    ),
+    (
+        {"rows": {"A": {"expected": {"final_accuracy/server": float("inf")}}}},
+        {"rows": {"A": {"expected": {}}}},
+        "Remove the metric if there is no expected value.",
+    ),
+    (
+        {"figures": [{**FIGURE, "file": "x/a.png"}]},
+        {"figures": [{**FIGURE, "file": "accuracy.png"}]},
+        "Write a name without a folder, as in `file: accuracy.png`.",
+    ),
+    (
+        {"figures": [{**FIGURE, "panels": {"Digits": {}}}]},
+        {"figures": [FIGURE]},
+        "Write the rows of each panel, as in `panels: {Digits: {FedAvg: FedAvg}}`.",
+    ),
+    ({"figures": [{**FIGURE, "experiences": True}]}, {"figures": [FIGURE]}, "Remove `experiences`."),
+    (
+        {"figures": [{**DENSITIES, "panels": {"x": {"a": "A", "b": "A"}}}]},
+        {"figures": [{**DENSITIES, "panels": {"x": {"a": "A"}, "y": {"b": "A"}}}]},
+        "Write a panel for each row.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("wrong", "right", "hint"), FIXES)
+def test_check_rows_hint_is_a_fix_that_works(write, wrong, right, hint):
+    with pytest.raises(InvalidValueError if "relative" not in hint else MissingFileError) as raised:
+        check_rows(write(**wrong), "paper")
+    assert raised.value.hint == hint
+    check_rows(write(**right), "paper")
+
+
+def test_find_rows_hint_is_a_fix_that_works():
+    with pytest.raises(MissingFileError) as raised:
+        find_rows("nowhere/rows.yaml")
+    assert raised.value.hint == "Pass an existing file, or the name of a paper such as flwf."
+    assert find_rows("flwf")[0] == "flwf"
+    with pytest.raises(UnknownNameError) as unknown:
+        find_rows("zzz")
+    assert unknown.value.hint == "Pass a file, as in `lightning-fcl reproduce rows.yaml`."
 
 
 def test_check_rows_accepts_measures_of_own_modules(write):

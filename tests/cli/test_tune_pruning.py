@@ -240,6 +240,13 @@ def test_make_pruner_invalid_arguments_raise(name, arguments, error, message):
     assert message in str(raised.value)
 
 
+def test_make_pruner_suggested_argument_works():
+    with pytest.raises(UnknownNameError) as raised:
+        make_pruner("median", {"n_warmup_stps": 1})
+    assert raised.value.hint == "Did you mean n_warmup_steps?"
+    make_pruner("median", {"n_warmup_steps": 1})
+
+
 def figure_search(space):
     return Search(configs=[], objective=OBJECTIVE, space=space, trials=3)
 

@@ -301,6 +301,27 @@ def test_open_storage_invalid_text_raises(tmp_path, monkeypatch, text, error, me
     assert raised.value.argument == "--storage"
 
 
+@pytest.mark.parametrize(
+    ("wrong", "right", "hint"),
+    [
+        ("sqlite://", "sqlite:///study.db", "Use a file, as in `--storage sqlite:///study.db`."),
+        ("a.db", "sqlite:///a.db", "For an SQLite database, use `--storage sqlite:///a.db`."),
+        ("no/study.log", "study.log", "Use a URL such as `sqlite:///study.db`, or a file such as `study.log`"),
+        ("nosuch://x", "sqlite:///study.db", "Use a URL such as `sqlite:///study.db`, or a file such as `study.log`"),
+        ("notes.txt", "study.log", "Use a URL such as `sqlite:///study.db`, or a file such as `study.log`"),
+        ("sqlite:///no/a.db", "sqlite:///a.db", "and the folder of an SQLite file must exist. Then run the same"),
+    ],
+)
+def test_open_storage_hint_is_a_fix_that_works(tmp_path, monkeypatch, wrong, right, hint):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.txt").write_text("hello\n")
+    with pytest.raises((InvalidValueError, MissingFileError, ConnectionFailedError)) as raised:
+        open_storage(wrong)
+    assert hint in raised.value.hint
+    study = optuna.create_study(storage=open_storage(right))
+    study.optimize(lambda trial: trial.suggest_float("x", 0, 1), n_trials=1)
+
+
 def test_open_storage_missing_driver_raises(monkeypatch):
     def create_engine(url, **arguments):
         raise ModuleNotFoundError("No module named 'psycopg'")
@@ -329,10 +350,13 @@ def test_storage_errors_names_database_without_password():
     assert "secret" not in str(raised.value) and without_password("study.log") == "study.log"
 
 
-def test_tune_study_name_without_storage_raises(folder, error_of):
-    assert "Expected `--storage` with `--study-name a`" in error_of(
-        ["tune", str(folder / "search.yaml"), "--study-name", "a"]
-    )
+@pytest.mark.seconds
+def test_tune_study_name_without_storage_raises(folder, error_of, pretend):
+    error = error_of(["tune", str(folder / "search.yaml"), "--study-name", "a"])
+    assert "Expected `--storage` with `--study-name a`" in error
+    assert "Pass the storage of the study, as in `--storage sqlite:///study.db`." in error
+    main(words(folder, f"sqlite:///{folder}/study.db", "out", "--study-name", "a"))
+    assert len(trials_of(f"sqlite:///{folder}/study.db", "a")) == 6
 
 
 def test_study_of_another_search_error_is_an_invalid_state(folder, storage):
