@@ -159,7 +159,7 @@ class Pruning:
 class TrialReporter:
     """Reports the objective of a trial after each round in which it is measured, and asks the pruner.
 
-    The seeds of a trial run one after the other. A step is the number of rounds that the trial has trained, over all
+    The seeds of a trial run sequentially. A step is the number of rounds that the trial has trained, over all
     its seeds. From the second seed on, the reported value is the mean of the seeds so far after the same round.
 
     Args:

@@ -17,6 +17,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, OperationalError, ProgrammingError, SQLAlchemyError
 
 from lightning_fcl.errors import ConnectionFailedError, InvalidValueError, MissingFileError, MissingPackageError
+from lightning_fcl.io.reading import read_text
 from lightning_fcl.library_errors import one_line
 
 _HINT = "Use a URL such as `sqlite:///study.db`, or a file such as `study.log` for a folder that machines share."
@@ -95,7 +96,7 @@ def _open_journal(path: Path) -> JournalStorage:
         )
     try:
         # JournalStorage ignores an invalid last line, and would append to a file of another kind.
-        first_line = path.read_text().partition("\n")[0] if path.exists() else ""
+        first_line = read_text(path).partition("\n")[0] if path.exists() else ""
         if first_line:
             _ = json.loads(first_line)["op_code"]
         return JournalStorage(JournalFileBackend(str(path)))

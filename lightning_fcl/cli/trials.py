@@ -1,4 +1,4 @@
-"""Runs of trials in parallel processes. With a pruner, the seeds of a trial run one after the other."""
+"""Runs of trials in parallel processes. With a pruner, the seeds of a trial run sequentially."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ def test_tune_pruning_of_real_runs_does_not_depend_on_workers(search, tmp_path, 
 
 @pytest.mark.seconds
 def test_tune_prunes_on_the_mean_of_seeds(search, tmp_path, pretend):
-    """The seeds of a trial run one after the other. Each further seed continues the steps of the trial."""
+    """The seeds of a trial run sequentially. Each further seed continues the steps of the trial."""
     storage = f"sqlite:///{tmp_path}/study.db"
     main([*search(seeds=2, trials=12, pruner_args={"n_startup_trials": 1}), "--storage", storage])
     trials = optuna.load_study(study_name="tune-search", storage=open_storage(storage)).trials
