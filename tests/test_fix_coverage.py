@@ -24,6 +24,7 @@ TRIED_ELSEWHERE: dict[str, list[str]] = {
     ],
     "Use another folder for `--out`.": [
         "tests/cli/test_new.py::test_new_out_that_is_a_file_is_avoided_with_other_folder",
+    ],
     "Write a line for each row, as in `rows: {FedAvg: fedavg.yaml}`.": [
         "tests/cli/test_rows.py::test_check_rows_hint_is_a_fix_that_works",
     ],
