@@ -301,6 +301,7 @@ def test_reproduce_writes_figures_of_paper(tmp_path, monkeypatch, capsys, report
     folder.mkdir()
     (folder / "base.yaml").write_text(RESERVOIR)
     (folder / "one.yaml").write_text("recipe: {expected_metrics: {stream_accuracy/server: 1.0}}")
+    (folder / "two.yaml").write_text("data: {batch_size: 8}")
     (folder / "rows.yaml").write_text(FIGURES)
     main(["reproduce", "toy", "--rows", "one", "--seeds", "2", "--workers", "1", "--out", str(out)])
     said = capsys.readouterr()
