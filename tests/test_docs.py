@@ -36,8 +36,8 @@ PAGES = [path for path in DOCS if path.stem not in CODELESS and path.parent.name
 COMMANDS = [
     README,
     *(
-        FOLDER / name
-        for name in ("recipes.md", "experiments.md", "loggers.md", "reports.md", "reproducibility.md", "add-a-method.md")
+        FOLDER / f"{name}.md"
+        for name in ("recipes", "experiments", "loggers", "reports", "reproducibility", "add-a-method")
     ),
 ]
 
