@@ -12,6 +12,7 @@ _get_callback, _, _callbacks = lazy_loader.attach(
     submod_attrs={
         "continual_metrics": ["ContinualMetrics"],
         "activation_density": ["ActivationDensity"],
+        "prediction_writer": ["PredictionWriter"],
         "pretrain": ["BaseSession", "Pretrain"],
         "progress": ["FederatedProgressBar"],
         "weight_averaging": ["ServerWeightAveraging"],

@@ -10,8 +10,10 @@ from typing import Any, Literal, TypeVar
 
 import lightning.pytorch as L
 import numpy as np
+import torch
 from lightning.pytorch.callbacks import Callback
 
+from lightning_fcl.callbacks.client_models import iterate_client_models
 from lightning_fcl.callbacks.client_values import log_round
 from lightning_fcl.callbacks.evaluator import (
     Counts,
@@ -20,16 +22,18 @@ from lightning_fcl.callbacks.evaluator import (
     Values,
     evaluation_groups,
     is_evaluated_by_step,
+    samples_of_split,
 )
 from lightning_fcl.callbacks.run_tracking import log_final_metrics, log_method
 from lightning_fcl.callbacks.weight_averaging import averaged_weights
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.scenarios import Plan
 from lightning_fcl.data.trainer_access import get_callbacks, require_stream
-from lightning_fcl.errors import InvalidValueError, MissingValueError
+from lightning_fcl.errors import InvalidValueError
+from lightning_fcl.evaluation.confusion import Confusion, recorded_models
 from lightning_fcl.evaluation.continual import group_name
-from lightning_fcl.evaluation.record import ACCURACY, truncate_record
-from lightning_fcl.federation.aggregation import State, load_state_tensors, state_tensors
+from lightning_fcl.evaluation.record import ACCURACY, server_first, truncate_record
+from lightning_fcl.federation.aggregation import load_state_tensors, state_tensors
 from lightning_fcl.federation.protocols import HasLocalModels, HasMetrics, find_federation, get_ranks
 from lightning_fcl.federation.ranks import SINGLE_RANK, gather_by_client
 from lightning_fcl.federation.record import RoundRecord
@@ -41,6 +45,14 @@ from lightning_fcl.validation import check_clients, one_of, validate_fields, val
 T = TypeVar("T")
 
 _ALWAYS = ("upload_bytes", "download_bytes", "dropped", "no_data", "missed_sync", "diverged", "master")
+
+
+@dataclass(frozen=True)
+class _ModelTest:
+    """The results of a model, and its confusion matrix if it is recorded."""
+
+    results: Counts | Values
+    confusion: Confusion | None = None
 
 
 @dataclass(eq=False)
@@ -59,6 +71,13 @@ class ContinualMetrics(Callback):
       name of a logged value is for example ``server/MSE``. Reports show the first metric in curves and matrices.
     - A custom LightningModule whose `forward` does not return logits of the classes is measured by the values that its
       `test_step` logs. If the module has no `test_step`, the values that its `validation_step` logs are used.
+
+    For modules that are measured by accuracy, ``record`` also contains a confusion matrix of the server's model and of
+    each tested client for each experience. The matrix is that of the last test in the experience.
+    `lightning_fcl.evaluation.Run.confusion` returns the matrices as a table. All matrices of the clients together have
+    at most 500,000 entries. For example, with 100 classes, 10,000 test samples and 10 experiences, the record contains
+    the matrices of the first 5 tested clients. Use ``clients`` to select other clients. With ``when="both"``, the tests
+    before aggregation have no matrices.
 
     When the fit of a federation ends, the size of each client's state between rounds, in bytes, is recorded as
     ``client_state_bytes``. The size includes client-local tensors, the state of methods and of an optimizer, and
@@ -111,7 +130,7 @@ class ContinualMetrics(Callback):
             self.clients = [str(client) for client in self.clients]
         self.record: dict[str, Any] = {}
         self.first_tasks: int | None = None  # number of tasks that count for the final metrics. None: all tasks
-        self._current: dict[str, Counts | Values] = {}
+        self._current: dict[str, _ModelTest] = {}
         # With `when="both"`: results of the clients that ended an experience in the current round, before aggregation.
         self._own: dict[str, Counts | Values] = {}
         # For each later round, the clients that are expected to train in that round.
@@ -119,6 +138,10 @@ class ContinualMetrics(Callback):
         # The experience of a client in each round. Clients that share one sequence object have one entry.
         self._ways: list[tuple[int, ...]] = []
         self._test: Evaluator | StepEvaluator | None = None
+        # Models whose confusion matrices are recorded, the server first.
+        self._confusion_models: list[str] = []
+        # Confusion matrices of the models' last tests in their current experiences.
+        self._unfinished: dict[str, Confusion] = {}
         self._started = 0.0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -128,14 +151,7 @@ class ContinualMetrics(Callback):
             check_clients("`clients`", self.clients, plan.clients)
         if find_federation(trainer) is None:
             self._check_order(trainer)
-        samples = plan.test if self.split == "test" else plan.validation
-        if not len(samples):
-            raise MissingValueError(
-                f"Expected the stream to have {self.split} samples for `ContinualMetrics`, but it has none.",
-                hint=f"Set `split=Split({self.split}={0.2 if self.split == 'test' else 0.1})` of the stream.",
-                argument="split",
-                value=self.split,
-            )
+        samples = samples_of_split(stream, self.split, type(self).__name__)
         self._current, self._own, self._drawn = {}, {}, {}
         self._ways = [*{id(numbers): numbers for numbers in plan.experiences.values()}.values()]
         by_step = is_evaluated_by_step(pl_module, stream, samples)
@@ -157,10 +173,19 @@ class ContinualMetrics(Callback):
         if not self.record or trainer.current_epoch == 0:
             names, sizes = stream.plan.group_names(stream.classes), self._test.count_samples()
             self.record = {"groups": names, "totals": sizes, "tasks": tasks, "rounds": []}
+            self._unfinished = {}
             if measures := self._test.describe_metrics(pl_module, self.lower_is_better):
                 self.record["measures"] = measures
+            else:
+                self.record["classes"] = list(stream.classes)
             if self.evaluate_before_fit:
-                self.record["start"] = self._evaluate(pl_module, "server")
+                self.record["start"] = self._evaluate(pl_module, "server").results
+        tested = filter(self._tests, () if find_federation(trainer) is None else plan.clients)
+        self._confusion_models = (
+            []
+            if "measures" in self.record
+            else recorded_models(tested, stream.num_classes, len(samples), num_experiences=longest)
+        )
         self._started = time.monotonic()
         log_method(trainer)
 
@@ -194,7 +219,8 @@ class ContinualMetrics(Callback):
             # Only a federation calls `on_client_end`.
             assert federation is not None
             state = federation.client_state_dict(client_round.client_id, trained)
-            self._own[client_round.client_id] = self._personal(trainer, pl_module, client_round, state)
+            load_state_tensors(pl_module, state)
+            self._own[client_round.client_id] = self._evaluate_seen(trainer, pl_module, client_round).results
             load_state_tensors(pl_module, trained)
 
     def _was_last(self, trainer: L.Trainer, client_round: ClientRound) -> bool:
@@ -223,11 +249,12 @@ class ContinualMetrics(Callback):
         adapting = isinstance(pl_module, HasLocalModels) and pl_module.is_adapting
         with averaged_weights(trainer, pl_module):
             if self.when != "trained":
-                tested = self._aggregated(trainer, pl_module)
+                tests = self._aggregated(trainer, pl_module)
             else:
-                tested, self._current = self._gathered(trainer, self._current), {}
+                tests, self._current = self._gathered(trainer, self._current), {}
                 if not adapting:
-                    tested = {**tested, "server": self._evaluate(pl_module, "server")}
+                    tests = {**tests, "server": self._evaluate(pl_module, "server")}
+        tested = {model: test.results for model, test in tests.items()}
         happened = vars(federation.server.record if federation is not None else RoundRecord())
         record_names = [*_ALWAYS, *(name for name in ("duplicate_claims", "upload_limits") if happened[name])]
         record_names += (
@@ -240,6 +267,7 @@ class ContinualMetrics(Callback):
                 "experience": self._experiences(require_stream(trainer).plan, trainer.current_epoch),
                 **({"values": tested} if "measures" in self.record else {"correct": tested}),
                 **({"local": self._gathered(trainer, self._own)} if self.when == "both" else {}),
+                **self._confusion_entry(require_stream(trainer).plan, trainer.current_epoch, tests),
                 **{name: copy.copy(happened[name]) for name in record_names},
                 "seconds": current_time - self._started,
             }
@@ -247,6 +275,24 @@ class ContinualMetrics(Callback):
         self._started, self._own, self._drawn = current_time, {}, {}
         values = {model: self._overall_values(found) for model, found in tested.items()}
         log_round(trainer, pl_module, values, self.record["rounds"][-1]["experience"]["server"])
+
+    def _confusion_entry(self, plan: Plan, round_idx: int, tests: Mapping[str, _ModelTest]) -> dict[str, Any]:
+        """Return the entry of a round with the confusion matrices of models whose experience ends, or {} if none ends.
+
+        The last matrices of other models are kept until their experiences end, or until the fit ends.
+        """
+        matrices = {model: tests[model].confusion for model in self._confusion_models if model in tests}
+        self._unfinished.update({model: matrix for model, matrix in matrices.items() if matrix is not None})
+        self.record.pop("confusion", None)
+        ended = [model for model in server_first(self._unfinished) if self._is_last_round(plan, round_idx, model)]
+        return {"confusion": {model: self._unfinished.pop(model) for model in ended}} if ended else {}
+
+    def _is_last_round(self, plan: Plan, round_idx: int, model: str) -> bool:
+        """Return whether a round is the last one of a model's experience."""
+        sequences = self._ways if model == "server" else [plan.experiences[model]]
+        rounds = range(round_idx, min(round_idx + 2, plan.num_rounds))
+        current, *following = (max(numbers[r] for numbers in sequences) for r in rounds)
+        return following != [current]
 
     def _gathered(self, trainer: L.Trainer, local_values: Mapping[str, T]) -> dict[str, T]:
         """Return the values of all clients, gathered from the processes that store the client states."""
@@ -276,7 +322,7 @@ class ContinualMetrics(Callback):
         counts = [count for count in results if count is not None]
         return {ACCURACY.name: sum(counts) / sum(self.record["totals"])} if len(counts) == len(results) else {}
 
-    def _aggregated(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, Counts | Values]:
+    def _aggregated(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, _ModelTest]:
         """Return the results of the server, and of the tested clients whose experience ends with this round.
 
         Return {} if no experience of a tested client ends. With ``clients="none"``, return {} if no experience of any
@@ -295,41 +341,37 @@ class ContinualMetrics(Callback):
         server = self._evaluate(module, "server")
         if federation is None or self.clients == "none":
             return {"server": server}
-        server_state = {name: value.detach().clone() for name, value in state_tensors(module).items()}
-        result_by_client: dict[str, Counts | Values] = {}
-        for client_round in ending:
-            if not federation.hosts(client_round.client_id):
-                continue
-            state = federation.client_state_dict(client_round.client_id, server_state)
-            # If nothing is client-local, the client predicts with the server's model.
-            is_server_model = state is server_state
-            client_result = server if is_server_model else self._personal(trainer, module, client_round, state)
-            result_by_client[client_round.client_id] = client_result
-        load_state_tensors(module, server_state)
-        return {"server": server, **self._gathered(trainer, result_by_client)}
+        rounds = {client_round.client_id: client_round for client_round in ending}
+        tests = {
+            client: server if is_server_model else self._evaluate_seen(trainer, module, rounds[client])
+            for client, is_server_model in iterate_client_models(federation, module, rounds)
+        }
+        return {"server": server, **self._gathered(trainer, tests)}
 
-    def _personal(
-        self, trainer: L.Trainer, module: L.LightningModule, client_round: ClientRound, state: State
-    ) -> Counts | Values:
+    def _evaluate_seen(self, trainer: L.Trainer, module: L.LightningModule, client_round: ClientRound) -> _ModelTest:
+        """Return the results of a client's model on the groups of its current and earlier experiences."""
         client = client_round.client_id
-        load_state_tensors(module, state)
         seen_tasks = require_stream(trainer).plan.tasks[client][: client_round.experience_idx + 1]
         return self._evaluate(module, client, sorted({group for groups in seen_tasks for group in groups}))
 
-    def _evaluate(self, module: L.LightningModule, model: str, groups: list[int] | None = None) -> Counts | Values:
+    def _evaluate(self, module: L.LightningModule, model: str, groups: list[int] | None = None) -> _ModelTest:
         """Return the results of a model on the test set, or only on some groups. Untested groups have no result."""
         assert self._test is not None
         number, test = len(self.record["groups"]), self._test
         if "measures" in self.record:
             parts = evaluation_groups(self.record["tasks"][model], number)
             tested = set(range(number) if groups is None else groups)
-            return test.evaluate(module, [part for part in parts if tested.issuperset(part)], self._names())
+            return _ModelTest(test.evaluate(module, [part for part in parts if tested.issuperset(part)], self._names()))
         assert isinstance(test, Evaluator)
+        with_confusion = model in self._confusion_models
         if groups is None:
-            correct, steps = test.count_correct(module, get_ranks(module.trainer) if model == "server" else SINGLE_RANK)
-            self.record["totals"] = test.count_samples(steps)
-            return correct
-        return [c if group in groups else None for group, c in enumerate(test.subset(groups).count_correct(module)[0])]
+            ranks = get_ranks(module.trainer) if model == "server" else SINGLE_RANK
+            counts = test.count(module, ranks, with_confusion)
+            self.record["totals"] = test.count_samples(counts.steps)
+            return _ModelTest(counts.correct, counts.confusion)
+        counts = test.subset(groups).count(module, SINGLE_RANK, with_confusion)
+        correct = [count if group in groups else None for group, count in enumerate(counts.correct)]
+        return _ModelTest(correct, counts.confusion)
 
     def _names(self) -> list[str]:
         return [one["name"] for one in self.record["measures"]]
@@ -343,6 +385,8 @@ class ContinualMetrics(Callback):
                 for client in local_clients
             }
             self.record["client_state_bytes"] = self._gathered(trainer, nbytes_by_client)
+        if self._unfinished:
+            self.record["confusion"] = self._unfinished
         if self.evaluate_on_train:
             with averaged_weights(trainer, pl_module):
                 self.record["training"] = self._evaluate_on_train(trainer, pl_module)
@@ -357,8 +401,8 @@ class ContinualMetrics(Callback):
         if "measures" in self.record:
             return learnt.evaluate(pl_module, [(0,)], self._names())
         assert isinstance(learnt, Evaluator)
-        correct, steps = learnt.count_correct(pl_module, get_ranks(trainer))
-        return {"correct": correct[0], "total": learnt.count_samples(steps)[0]}
+        counts = learnt.count(pl_module, get_ranks(trainer))
+        return {"correct": counts.correct[0], "total": learnt.count_samples(counts.steps)[0]}
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if find_federation(trainer) is None and self.record and "training" not in self.record:
@@ -372,7 +416,11 @@ class ContinualMetrics(Callback):
         return truncate_record(self.record, self.first_tasks) if self.first_tasks else self.record
 
     def state_dict(self) -> dict[str, Any]:
-        return {"record": self.record}
+        unfinished = {
+            model: torch.tensor(matrix, dtype=torch.int32).reshape(-1, 3) for model, matrix in self._unfinished.items()
+        }
+        return {"record": self.record, "confusion": unfinished}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.record = state_dict["record"]
+        self._unfinished = {model: matrix.tolist() for model, matrix in state_dict["confusion"].items()}

@@ -6,7 +6,7 @@ import itertools
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import lightning.pytorch as L
 import numpy as np
@@ -24,7 +24,8 @@ from lightning_fcl.data.batching import BatchRequest
 from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.data.trainer_access import move_batch
-from lightning_fcl.errors import InvalidTypeError, InvalidValueError, UnknownNameError
+from lightning_fcl.errors import InvalidTypeError, InvalidValueError, MissingValueError, UnknownNameError
+from lightning_fcl.evaluation.confusion import Confusion, add_confusions, count_confusion
 from lightning_fcl.evaluation.continual import Tasks, group_name
 from lightning_fcl.federation.protocols import HasMetrics
 from lightning_fcl.federation.ranks import SINGLE_RANK, Ranks
@@ -43,6 +44,22 @@ Counts: TypeAlias = list[int | None]
 """Number of correct predictions of each group. None for a group that was not tested."""
 Values: TypeAlias = dict[str, dict[str, float | None]]
 """Values by the name of a metric, then by `group_name`. None: the metric is undefined for the samples of the groups."""
+
+
+@dataclass(frozen=True)
+class ModelCounts:
+    """Numbers of predictions of a model.
+
+    Args:
+        correct: Number of correct predictions of each group.
+        steps: Number of predictions for each sample.
+        confusion: Confusion matrix. None if it was not requested.
+    """
+
+    correct: Counts
+    steps: int
+    confusion: Confusion | None = None
+
 
 # A batch: inputs or outputs, the targets, and the group of each sample.
 _Batch: TypeAlias = tuple[Any, Tensor, Tensor]
@@ -143,7 +160,7 @@ class Evaluator:
             yield x, y, self.group[positions]
 
     @torch.no_grad()
-    def _outputs(self, module: L.LightningModule, stride: int = 1, first: int = 0) -> Iterator[_Batch]:
+    def outputs(self, module: L.LightningModule, stride: int = 1, first: int = 0) -> Iterator[_Batch]:
         """Yield outputs, targets and groups of every ``stride``-th batch from batch ``first``."""
         precision = module.trainer.precision_plugin
         with evaluation_mode(module), precision.forward_context(), prediction_override(module):
@@ -155,21 +172,30 @@ class Evaluator:
                 else:
                     yield module(inputs), label, groups
 
-    def count_correct(self, module: L.LightningModule, ranks: Ranks = SINGLE_RANK) -> tuple[Counts, int]:
-        """Return the number of correct predictions of each group, and the number of predictions per sample.
+    def count(self, module: L.LightningModule, ranks: Ranks = SINGLE_RANK, with_confusion: bool = False) -> ModelCounts:
+        """Return the number of correct predictions of each group and, if requested, the confusion matrix.
 
-        The predictions of all ranks are counted.
+        The predictions of all ranks are counted. If the model makes several predictions for a sample, each of them is
+        counted.
         """
         counts, steps = torch.zeros(self.num_groups, dtype=torch.long, device=module.device), 1
-        for output, label, groups in self._outputs(module, ranks.num_ranks, ranks.rank):
+        targets, predictions = list[Tensor](), list[Tensor]()
+        for output, label, groups in self.outputs(module, ranks.num_ranks, ranks.rank):
             prediction = to_predictions(output)
             if prediction.dim() > 1:
                 steps = prediction.shape[1]
                 label, groups = (values[:, None].expand_as(prediction).flatten() for values in (label, groups))
-            counts += torch.bincount(groups[prediction.flatten() == label], minlength=self.num_groups)
-        rank_counts = ranks.all_gather_object((counts.tolist(), steps))
-        correct: Counts = [sum(column) for column in zip(*(part for part, _ in rank_counts), strict=True)]
-        return correct, max(number for _, number in rank_counts)
+            prediction = prediction.flatten()
+            counts += torch.bincount(groups[prediction == label], minlength=self.num_groups)
+            if with_confusion:
+                targets.append(label)
+                predictions.append(prediction)
+        # A rank has no batch if there are more ranks than batches.
+        confusion = count_confusion(*map(_concatenated, (targets, predictions)))
+        parts = ranks.all_gather_object((counts.tolist(), steps, confusion))
+        correct: Counts = [sum(column) for column in zip(*(part for part, _, _ in parts), strict=True)]
+        whole = add_confusions([part for _, _, part in parts]) if with_confusion else None
+        return ModelCounts(correct, max(number for _, number, _ in parts), whole)
 
     def describe_metrics(
         self, module: L.LightningModule, lower_is_better: Sequence[str] | None
@@ -184,7 +210,7 @@ class Evaluator:
         All samples of a set are evaluated together.
         """
         assert isinstance(module, HasMetrics)
-        batches = [(output.cpu(), label.cpu(), where.cpu()) for output, label, where in self._outputs(module)]
+        batches = [(output.cpu(), label.cpu(), where.cpu()) for output, label, where in self.outputs(module)]
         outputs, targets, group = (torch.cat(column) for column in zip(*batches, strict=True))
         values: Values = {name: {} for name in names}
         has_classes = bool(self.stream.num_classes)
@@ -195,6 +221,11 @@ class Evaluator:
                     compute_metric(metric, outputs[rows], targets[rows], has_classes) if rows.any() else None
                 )
         return values
+
+
+def _concatenated(batches: Sequence[Tensor]) -> IntArray:
+    """Return the values of batches as one array, shape (n,)."""
+    return torch.cat([*batches]).long().cpu().numpy() if batches else np.empty(0, dtype=np.int64)
 
 
 def to_predictions(outputs: Tensor) -> Tensor:
@@ -353,6 +384,19 @@ class StepEvaluator:
             if metric is not None and metric.higher_is_better is not None
         }
         return [{"name": name, "higher_is_better": value} for name, value in higher.items()]
+
+
+def samples_of_split(stream: FederatedStream, split: Literal["test", "validation"], owner: str) -> IntArray:
+    """Return the indices of the samples of a split. Raise MissingValueError, which names ``owner``, if it is empty."""
+    samples = stream.plan.test if split == "test" else stream.plan.validation
+    if not len(samples):
+        raise MissingValueError(
+            f"Expected the stream to have {split} samples for `{owner}`, but it has none.",
+            hint=f"Set `split=Split({split}={0.2 if split == 'test' else 0.1})` of the stream.",
+            argument="split",
+            value=split,
+        )
+    return samples
 
 
 def is_evaluated_by_step(module: L.LightningModule, stream: FederatedStream, samples: IntArray) -> bool:

@@ -24,7 +24,7 @@ from lightning_fcl.cli.fast_imports import fast_imports
 from lightning_fcl.cli.listings import public_summaries
 from lightning_fcl.cli.main import Command
 from lightning_fcl.errors import InvalidValueError, MissingValueError, UnknownNameError
-from lightning_fcl.evaluation.results import CONFIG, find_run_folder
+from lightning_fcl.evaluation.results import CONFIG, PREDICTIONS, find_run_folder
 from lightning_fcl.io.atomic import write_atomic
 from lightning_fcl.io.checkpoint import get_run_checkpoint
 from lightning_fcl.io.reading import read_text
@@ -49,6 +49,7 @@ class Fit(Command):
       lightning-fcl fit runs/mine             resume from the newest checkpoint of the run
       lightning-fcl fit my.yaml --seeds 5     train with the seeds 0 to 4, in runs/my/seed-0 and so on
       lightning-fcl fit my.yaml --seeds 3 --sweep model.init_args.optimizer.lr=.1,.01
+      lightning-fcl fit my.yaml --predictions write predictions.csv at the end of the fit
       lightning-fcl fit --help=FedViT         describe a class and its arguments
       lightning-fcl fit --help.all            list all arguments
       lightning-fcl fit --print_config        print the recipe with all defaults
@@ -73,6 +74,7 @@ class Fit(Command):
         add("--seeds", metavar="N|A,B", help="train with the seeds 0 to N-1, or with A and B")
         add("--sweep", action="append", default=[], metavar="OPTION=A,B", help="train with each value of an option")
         add("--workers", type=int, metavar="N", help="set the processes of --seeds and --sweep (default: cores)")
+        add("--predictions", action="store_true", help="write the final predictions on test samples to predictions.csv")
         add("--ckpt_path", metavar="FILE", help="resume from this checkpoint")
         add("--model.pretrained", dest="pretrained", metavar="NAME", help="start from a network of the zoo")
 
@@ -104,6 +106,8 @@ class Fit(Command):
             recipe = find_recipes(options.recipes).with_layers(*options.layers)
         if options.pretrained:
             recipe = recipe.with_values(_published(options.pretrained))
+        if options.predictions:
+            recipe = _with_predictions(recipe)
         recipe = recipe.with_values({name: value for name, value in option_values.items() if value})
         runs = [] if continues else list(filter(None, map(find_run_folder, recipe.files)))
         if not continues and not options.ckpt_path and not printed:
@@ -149,10 +153,22 @@ class Fit(Command):
         recipe = find_recipes(options.recipes).with_layers(*options.layers)
         if options.pretrained:
             recipe = recipe.with_values(_published(options.pretrained))
+        if options.predictions:
+            recipe = _with_predictions(recipe)
         if options.seed_everything is not None:
             recipe = recipe.with_values({"seed_everything": options.seed_everything})
         command = ["fit", *options.words]
         run_sweep(recipe, options.seeds, options.sweep, options.workers, _default_folder(options), command)
+
+
+def _with_predictions(recipe: Recipe) -> Recipe:
+    """Return a recipe with a `PredictionWriter` among its callbacks."""
+    callbacks = (recipe.content().get("trainer") or {}).get("callbacks") or []
+    entries = callbacks if isinstance(callbacks, list) else [callbacks]
+    names = [entry.get("class_path") if isinstance(entry, Mapping) else entry for entry in entries]
+    if any(str(name).rpartition(".")[2] == "PredictionWriter" for name in names):
+        return recipe
+    return recipe.with_values({"trainer.callbacks+": {"class_path": "lightning_fcl.callbacks.PredictionWriter"}})
 
 
 def is_run(folder: Path) -> bool:
@@ -216,8 +232,10 @@ def _end(out: Path) -> str:
 
     numbers = [f"{one.name + ':':18}{one.text:10}{one.note}" for one in summary_metrics(read_results(out))]
     folder = shlex.quote(str(out))
-    lines = [f"report:   {out / 'report.html'}", f"test:     lightning-fcl test {folder}"]
-    return "\n".join([*numbers, *lines, f"publish:  lightning-fcl zoo push {folder} --name my.network --to my-zoo"])
+    lines = [f"report:      {out / 'report.html'}"]
+    lines += [f"predictions: {out / PREDICTIONS}"] if (out / PREDICTIONS).is_file() else []
+    lines += [f"test:        lightning-fcl test {folder}"]
+    return "\n".join([*numbers, *lines, f"publish:     lightning-fcl zoo push {folder} --name my.network --to my-zoo"])
 
 
 class _Help(Action):

@@ -18,7 +18,7 @@ import numpy as np
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_fcl import __version__
-from lightning_fcl.callbacks import ContinualMetrics
+from lightning_fcl.callbacks import ContinualMetrics, PredictionWriter
 from lightning_fcl.data.client_round import ClientRounds
 from lightning_fcl.data.trainer_access import get_callbacks
 from lightning_fcl.deployment.messages import (
@@ -447,6 +447,8 @@ def serve(
             assert isinstance(strategy, FederatedStrategy)
             check_deployable(strategy.federation.participation, strategy.server.pipeline, get_methods(trainer))
             for callback in callbacks:
+                if isinstance(callback, PredictionWriter):
+                    callback.clients = "none"
                 if isinstance(callback, ContinualMetrics):
                     # Client models and training samples stay on the nodes, so the server cannot evaluate them.
                     callback.clients, callback.evaluate_on_train = "none", False

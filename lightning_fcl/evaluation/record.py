@@ -7,9 +7,17 @@ The record of `ContinualMetrics` has these entries:
 - ``tasks``: groups in each task of each model.
 - ``rounds``: one entry for each round. It contains ``correct``, the number of correct predictions of each model in each
   group, and ``upload_bytes`` and ``download_bytes`` of each client.
+- ``classes``: names of the classes.
+
+If experiences of models end with a round, the round also contains ``confusion``, the confusion matrix of each of these
+models in its last test in the experience. A confusion matrix is a list of ``[target, prediction, count]``, with one
+entry for each pair of classes that has predictions. The matrix counts the samples on which the model was tested. If a
+fit ends within an experience, the record contains ``confusion`` with the models' last matrices in this experience.
+`lightning_fcl.evaluation.confusion` reads the matrices.
 
 If a module is evaluated by quantities other than accuracy, ``measures`` contains the names and directions of these
-quantities. Each round then contains the values of these quantities under ``values`` instead of ``correct``.
+quantities. Each round then contains the values of these quantities under ``values`` instead of ``correct``,
+and there are no confusion matrices.
 """
 
 from collections.abc import Iterable, Mapping
@@ -184,7 +192,7 @@ def truncate_record(record: Record, tasks: int) -> dict[str, Any]:
         ({'a': [[0]]}, 1, False)
     """
     rounds = [entry for entry in record["rounds"] if entry["experience"]["server"] < tasks]
-    final_fields = ("client_state_bytes", "training") if len(rounds) < len(record["rounds"]) else ()
+    final_fields = ("client_state_bytes", "training", "confusion") if len(rounds) < len(record["rounds"]) else ()
     retained_fields = {name: value for name, value in record.items() if name not in final_fields}
     return {
         **retained_fields,

@@ -13,6 +13,7 @@ import numpy as np
 
 from lightning_fcl.evaluation import charts
 from lightning_fcl.evaluation.charts import COLORS, Points, Spec, fill_template, responsive_chart
+from lightning_fcl.evaluation.confusion_charts import confusion_chart, confusion_history_chart
 from lightning_fcl.evaluation.curves import Curve, curves, matrices
 from lightning_fcl.evaluation.metrics import find_metric
 from lightning_fcl.evaluation.record import Quantity, Record, get_quantities, get_quantity
@@ -65,6 +66,8 @@ def render_report(results: Mapping[str, Any], recipe: str = "") -> str:
         "clients": final_metrics_chart(record, ends),
         "matrix": accuracy_matrix_chart(record),
         "forgetting": forgetting_chart(record),
+        "confusion": confusion_chart(record),
+        "confusion_history": confusion_history_chart(record),
         "communication": communication_chart(record),
         "densities": density_charts(results.get("densities", {"experiences": []}), experience_labels([record])),
     }

@@ -43,6 +43,9 @@ ENVIRONMENT = "environment.json"
 LOGGER_RUNS = "loggers.json"
 """Name of the file with the ids of the run in W&B and MLflow, which a resumed fit continues."""
 
+PREDICTIONS = "predictions.csv"
+"""Name of the file with the predictions of the final model of a run."""
+
 _SEAL = "files.txt"
 _WRITTEN = (LAST, RECORD, _SEAL, ENVIRONMENT, "results.json", "metrics.json", "metrics.csv", "report.html", LOGGER_RUNS)
 

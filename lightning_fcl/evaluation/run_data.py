@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lightning_fcl.errors import DamagedFileError, InvalidValueError
+from lightning_fcl.evaluation.confusion import class_names, confusions
 from lightning_fcl.evaluation.curves import curves
 from lightning_fcl.evaluation.metrics import overall_metrics, summarize
 from lightning_fcl.evaluation.record import Evaluation, get_quantities, get_quantity
@@ -91,6 +92,34 @@ class Run:
             for test in range(len(history.tasks))
         ]
         return make_frame(lines, ["model", "after_task", "test_task", quantity.name])
+
+    @cached_property
+    def confusion(self) -> pd.DataFrame:
+        """Confusion matrices of the server's model and of tested clients after each of their experiences.
+
+        The matrix of an experience is that of the model's last test in the experience. A matrix counts the samples on
+        which the model was tested, and a pair of classes without predictions has no line. If many clients are tested,
+        only the first clients have matrices, see `lightning_fcl.callbacks.ContinualMetrics`. If the module is not
+        measured by accuracy, the table is empty.
+
+        Columns: ``model``, ``after_experience``, ``target`` and ``prediction`` (names of classes), and ``count``.
+
+        Example:
+            >>> run = read_run("runs/quickstart")  # doctest: +SKIP
+            >>> last = run.confusion[run.confusion["after_experience"] == 4]  # doctest: +SKIP
+            >>> last[last["model"] == "server"].pivot(  # doctest: +SKIP
+            ...     index="target", columns="prediction", values="count"
+            ... ).fillna(0)
+        """
+        matrices = confusions(self.record)
+        largest = max((max(entry[:2]) for matrix in matrices.values() for entry in matrix), default=-1)
+        names = class_names(self.record, largest + 1)
+        lines = [
+            (model, experience, names[target], names[prediction], count)
+            for (model, experience), matrix in matrices.items()
+            for target, prediction, count in matrix
+        ]
+        return make_frame(lines, ["model", "after_experience", "target", "prediction", "count"])
 
     @cached_property
     def communication(self) -> pd.DataFrame:

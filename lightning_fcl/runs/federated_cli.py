@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from lightning_fcl.callbacks import ContinualMetrics, FederatedProgressBar
+from lightning_fcl.callbacks import ContinualMetrics, FederatedProgressBar, PredictionWriter
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.data.trainer_access import get_callbacks
 from lightning_fcl.errors import InvalidValueError, LightningFCLError, UnknownNameError
@@ -249,7 +249,7 @@ class FederatedCLI(LightningCLI):
         if self.config.subcommand == "fit" and type(trainer.strategy.checkpoint_io) is AtomicCheckpointIO:
             trainer.strategy.checkpoint_io = AtomicCheckpointIO(self.output_folder)
         for callback in get_callbacks(trainer):
-            if isinstance(callback, SaveConfig):
+            if isinstance(callback, SaveConfig | PredictionWriter):
                 callback.folder = self.output_folder
         if self.config.subcommand == "fit":
             name = self.config["fit"]["recipe"]["name"] or self.output_folder.name
@@ -306,14 +306,15 @@ def add_default_metrics(
 ) -> None:
     """Add `ContinualMetrics` if it is missing. Its final metrics are those of the first tasks.
 
-    With ``eval_split="validation"``, each `ContinualMetrics` uses validation samples.
+    With ``eval_split="validation"``, each `ContinualMetrics` and `PredictionWriter` uses validation samples.
     """
     if not any(isinstance(callback, ContinualMetrics) for callback in callbacks):
         callbacks.append(ContinualMetrics())
     for callback in callbacks:
         if isinstance(callback, ContinualMetrics):
             callback.first_tasks = first_tasks
-            callback.split = "validation" if eval_split == "validation" else callback.split
+        if isinstance(callback, ContinualMetrics | PredictionWriter) and eval_split == "validation":
+            callback.split = "validation"
 
 
 def as_list(callbacks: Entry | list[Entry] | None) -> list[Entry]:
