@@ -1,13 +1,37 @@
-"""The models that the clients of a federation predict with, loaded into the module one after the other."""
+"""The models that selected clients of a federation predict with."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Literal, TypeAlias
 
 import lightning.pytorch as L
 
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.aggregation import load_state_tensors, state_tensors
 from lightning_fcl.federation.protocols import FederationProtocol
+
+ClientSelection: TypeAlias = Literal["all", "none"] | list[str]
+"""Clients that a callback tests: all, none, or those with the ids in a list."""
+
+
+def check_selection(clients: ClientSelection) -> ClientSelection:
+    """Return a selection of clients, with ids as strings. Raise ValueError for a string that is not a selection."""
+    if not isinstance(clients, str):
+        return [str(client) for client in clients]
+    if clients not in ("all", "none"):
+        raise InvalidValueError(
+            f'Expected `clients` to be "all", "none" or a list of strings, but got "{clients}".',
+            hint=f'Use `clients=["{clients}"]`.',
+            argument="clients",
+            value=clients,
+        )
+    return clients
+
+
+def is_selected(client: str, clients: ClientSelection) -> bool:
+    """Return whether a selection contains a client."""
+    return clients == "all" or (clients != "none" and client in clients)
 
 
 def iterate_client_models(

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from lightning_fcl.callbacks.client_models import iterate_client_models
+from lightning_fcl.callbacks.client_models import ClientSelection, check_selection, is_selected, iterate_client_models
 from lightning_fcl.callbacks.client_values import log_round
 from lightning_fcl.callbacks.evaluator import (
     Counts,
@@ -110,7 +110,7 @@ class ContinualMetrics(Callback):
         ['client1']
     """
 
-    clients: Literal["all", "none"] | list[str] = "all"
+    clients: ClientSelection = "all"
     when: Literal["trained", "aggregated", "both"] = validated("trained", one_of, ("trained", "aggregated", "both"))
     split: Literal["test", "validation"] = validated("test", one_of, ("test", "validation"))
     evaluate_on_train: bool = False
@@ -118,16 +118,8 @@ class ContinualMetrics(Callback):
     lower_is_better: list[str] | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.clients, str) and self.clients not in ("all", "none"):
-            raise InvalidValueError(
-                f'Expected `clients` to be "all", "none" or a list of strings, but got "{self.clients}".',
-                hint=f'Use `clients=["{self.clients}"]`.',
-                argument="clients",
-                value=self.clients,
-            )
         validate_fields(self)
-        if not isinstance(self.clients, str):
-            self.clients = [str(client) for client in self.clients]
+        self.clients = check_selection(self.clients)
         self.record: dict[str, Any] = {}
         self.first_tasks: int | None = None  # number of tasks that count for the final metrics. None: all tasks
         self._current: dict[str, _ModelTest] = {}
@@ -240,7 +232,7 @@ class ContinualMetrics(Callback):
         return True
 
     def _tests(self, client: str) -> bool:
-        return self.clients == "all" or (self.clients != "none" and client in self.clients)
+        return is_selected(client, self.clients)
 
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         federation = find_federation(trainer)

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_fcl.callbacks.client_models import iterate_client_models
+from lightning_fcl.callbacks.client_models import ClientSelection, check_selection, is_selected, iterate_client_models
 from lightning_fcl.callbacks.evaluator import Evaluator, is_evaluated_by_step, samples_of_split, to_predictions
 from lightning_fcl.callbacks.weight_averaging import averaged_weights
 from lightning_fcl.data.scenarios import IntArray, Plan
@@ -88,12 +88,13 @@ class PredictionWriter(Callback):
     """
 
     file: str = PREDICTIONS
-    clients: Literal["all", "none"] | list[str] = "all"
+    clients: ClientSelection = "all"
     split: Literal["test", "validation"] = validated("test", one_of, ("test", "validation"))
     probabilities: bool = False
 
     def __post_init__(self) -> None:
         validate_fields(self)
+        self.clients = check_selection(self.clients)
         self.folder: Path | None = None
         """Folder of the run. None: the ``default_root_dir`` of the Trainer."""
         self._is_written = False
@@ -156,7 +157,7 @@ class PredictionWriter(Callback):
         test_groups = plan.groups[evaluator.rows]
 
         def client_predictions() -> Iterator[tuple[str, _ModelPredictions]]:
-            clients = [client for client in plan.clients if self.clients == "all" or client in self.clients]
+            clients = [client for client in plan.clients if is_selected(client, self.clients)]
             for client, is_server_model in iterate_client_models(federation, module, clients):
                 if not is_server_model:
                     learned = plan.tasks[client][: plan.experiences[client][last_round] + 1]

@@ -74,7 +74,7 @@ class Fit(Command):
         add("--seeds", metavar="N|A,B", help="train with the seeds 0 to N-1, or with A and B")
         add("--sweep", action="append", default=[], metavar="OPTION=A,B", help="train with each value of an option")
         add("--workers", type=int, metavar="N", help="set the processes of --seeds and --sweep (default: cores)")
-        add("--predictions", action="store_true", help="write the final predictions on test samples to predictions.csv")
+        add("--predictions", action="store_true", help="write the final predictions to predictions.csv")
         add("--ckpt_path", metavar="FILE", help="resume from this checkpoint")
         add("--model.pretrained", dest="pretrained", metavar="NAME", help="start from a network of the zoo")
 

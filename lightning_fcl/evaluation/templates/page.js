@@ -16,12 +16,19 @@
         labelLimit: 260, symbolLimit: 60, symbolOpacity: 1, gradientLength: Math.min(240, width - 60) } };
   }
 
+  // Reduce the columns of a faceted chart to the width of the page. The space between two columns is 20 pixels.
+  function fitted(spec, width) {
+    if (!spec.columns) return spec;
+    const most = Math.floor((width + 10) / (spec.spec.width + 20));
+    return { ...spec, columns: Math.max(1, Math.min(spec.columns, most)) };
+  }
+
   function draw(chart) {
     const width = chart.place.clientWidth;
     if (!width || (width === chart.width && dark.matches === chart.dark)) return;
     chart.width = width;
     chart.dark = dark.matches;
-    vegaEmbed(chart.place, chart.spec, { actions: false, renderer: "svg", config: look(width) });
+    vegaEmbed(chart.place, fitted(chart.spec, width), { actions: false, renderer: "svg", config: look(width) });
   }
 
   const all = () => charts.forEach(draw);
