@@ -17,7 +17,14 @@ from torch import nn
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fcl import Classifier, FederatedStream, Regressor, RidgeClassifier
-from lightning_fcl.callbacks import BaseSession, ContinualMetrics, ICaRL, Replay, ServerWeightAveraging
+from lightning_fcl.callbacks import (
+    BaseSession,
+    ContinualMetrics,
+    ICaRL,
+    PredictionWriter,
+    Replay,
+    ServerWeightAveraging,
+)
 from lightning_fcl.callbacks.round_log import EpochLog, RoundLog
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import Stationary
@@ -95,6 +102,11 @@ def numbers_of_pair(index):
 def measure_items(lab, make):
     stream = FederatedStream(Items(make), Stationary(), partition=IID(2), split=Split(test=0.25), batch_size=6)
     return fit_one_round(lab, stream, AnyRegressor(MLP([6, 5, 1]), 1, sgd), callbacks=[ContinualMetrics()])
+
+
+def fit_regressor(lab, callbacks):
+    stream = FederatedStream(Items(numbers_of_pair), Stationary(), partition=IID(2), split=Split(test=0.25))
+    return fit_one_round(lab, stream, Regressor(MLP([6, 5, 1]), 1, sgd), callbacks=callbacks)
 
 
 class Rule(Method):
@@ -197,6 +209,13 @@ ROWS |= {
         "Return pairs from the dataset, or use a module whose `forward` does not return logits, and log metrics in its "
         "`test_step`.",
         InvalidTypeError,
+    ),
+    "predictions of a regressor": Row(
+        fit_regressor,
+        {"callbacks": [PredictionWriter()]},
+        {"callbacks": []},
+        "Remove `PredictionWriter` from the callbacks, or `--predictions` from the command.",
+        argument="module",
     ),
     "metrics of a step beside a method that predicts": Row(
         lambda lab, callbacks: fit_one_round(lab, task=Logs(True), callbacks=[*callbacks, ContinualMetrics()]),

@@ -138,8 +138,8 @@ def test_stub_names_equal_the_names_at_run_time(package):
 def test_callbacks_export_methods_without_helpers_for_authors():
     assert {*methods.__all__} - {*callbacks.__all__} == FOR_AUTHORS
     assert {*callbacks.__all__} - {*methods.__all__} == {
-        *("ActivationDensity", "BaseSession", "ContinualMetrics", "FederatedProgressBar", "Pretrain"),
-        "ServerWeightAveraging",
+        *("ActivationDensity", "BaseSession", "ContinualMetrics", "FederatedProgressBar", "PredictionWriter"),
+        *("Pretrain", "ServerWeightAveraging"),
     }
     assert dir(callbacks) == callbacks.__all__
 

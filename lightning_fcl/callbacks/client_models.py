@@ -15,18 +15,15 @@ ClientSelection: TypeAlias = Literal["all", "none"] | list[str]
 """Clients that a callback tests: all, none, or those with the ids in a list."""
 
 
-def check_selection(clients: ClientSelection) -> ClientSelection:
-    """Return a selection of clients, with ids as strings. Raise ValueError for a string that is not a selection."""
-    if not isinstance(clients, str):
-        return [str(client) for client in clients]
-    if clients not in ("all", "none"):
+def check_selection(clients: ClientSelection) -> None:
+    """Raise ValueError if a selection of clients is another string than "all" and "none"."""
+    if isinstance(clients, str) and clients not in ("all", "none"):
         raise InvalidValueError(
             f'Expected `clients` to be "all", "none" or a list of strings, but got "{clients}".',
             hint=f'Use `clients=["{clients}"]`.',
             argument="clients",
             value=clients,
         )
-    return clients
 
 
 def is_selected(client: str, clients: ClientSelection) -> bool:

@@ -118,8 +118,10 @@ class ContinualMetrics(Callback):
     lower_is_better: list[str] | None = None
 
     def __post_init__(self) -> None:
+        check_selection(self.clients)
         validate_fields(self)
-        self.clients = check_selection(self.clients)
+        if not isinstance(self.clients, str):
+            self.clients = [str(client) for client in self.clients]
         self.record: dict[str, Any] = {}
         self.first_tasks: int | None = None  # number of tasks that count for the final metrics. None: all tasks
         self._current: dict[str, _ModelTest] = {}
@@ -276,8 +278,8 @@ class ContinualMetrics(Callback):
         matrices = {model: tests[model].confusion for model in self._confusion_models if model in tests}
         self._unfinished.update({model: matrix for model, matrix in matrices.items() if matrix is not None})
         self.record.pop("confusion", None)
-        ended = [model for model in server_first(self._unfinished) if self._is_last_round(plan, round_idx, model)]
-        return {"confusion": {model: self._unfinished.pop(model) for model in ended}} if ended else {}
+        models = [model for model in server_first(self._unfinished) if self._is_last_round(plan, round_idx, model)]
+        return {"confusion": {model: self._unfinished.pop(model) for model in models}} if models else {}
 
     def _is_last_round(self, plan: Plan, round_idx: int, model: str) -> bool:
         """Return whether a round is the last one of a model's experience."""

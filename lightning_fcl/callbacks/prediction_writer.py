@@ -93,8 +93,10 @@ class PredictionWriter(Callback):
     probabilities: bool = False
 
     def __post_init__(self) -> None:
+        check_selection(self.clients)
         validate_fields(self)
-        self.clients = check_selection(self.clients)
+        if not isinstance(self.clients, str):
+            self.clients = [str(client) for client in self.clients]
         self.folder: Path | None = None
         """Folder of the run. None: the ``default_root_dir`` of the Trainer."""
         self._is_written = False
@@ -179,19 +181,19 @@ class PredictionWriter(Callback):
     ) -> None:
         """Write the lines of all models to a CSV file."""
         writer, groups, names = csv.writer(file, lineterminator="\n"), stream.plan.groups[evaluator.rows], list[str]()
-        for model, found in lines:
-            has_steps = found.predictions.shape[1] > 1
+        for model, result in lines:
+            has_steps = result.predictions.shape[1] > 1
             if model == "server":
-                names = class_names({"classes": stream.classes}, found.num_classes)
+                names = class_names({"classes": stream.classes}, result.num_classes)
                 header = ["model", "sample", "test_task", *(["step"] if has_steps else []), "target", "prediction"]
-                columns = [f"probability {name}" for name in names[: found.num_classes]] if self.probabilities else []
+                columns = [f"probability {name}" for name in names[: result.num_classes]] if self.probabilities else []
                 writer.writerow([*header, *columns])
             first_task = _first_tasks(stream.plan, model)
-            for line, (sample, target) in enumerate(zip(found.samples.tolist(), found.targets.tolist(), strict=True)):
+            for line, (sample, target) in enumerate(zip(result.samples.tolist(), result.targets.tolist(), strict=True)):
                 task = first_task.get(int(groups[sample]), -1)
-                for step, prediction in enumerate(found.predictions[line].tolist()):
+                for step, prediction in enumerate(result.predictions[line].tolist()):
                     cells = [model, sample, task, *([step] if has_steps else []), names[target], names[prediction]]
-                    shares = [] if found.probabilities is None else found.probabilities[line, step].tolist()
+                    shares = [] if result.probabilities is None else result.probabilities[line, step].tolist()
                     writer.writerow([*cells, *(f"{share:.6g}" for share in shares)])
 
     def _predict(self, module: L.LightningModule, evaluator: Evaluator, samples: IntArray) -> _ModelPredictions:

@@ -87,15 +87,17 @@ def confusions(record: Mapping[str, Any]) -> dict[tuple[str, int], Confusion]:
         >>> confusions(record)
         {('server', 0): [[0, 0, 5]], ('server', 1): [[0, 1, 5]]}
     """
-    found: dict[str, dict[int, Confusion]] = {}
+    matrices: dict[str, dict[int, Confusion]] = {}
     rounds = record["rounds"]
     # The record of a fit that ended within an experience contains the matrices of the last round as a separate entry.
     final = [{**rounds[-1], "confusion": record["confusion"]}] if rounds and "confusion" in record else []
     for entry in [*rounds, *final]:
         for model, matrix in entry.get("confusion", {}).items():
-            found.setdefault(model, {})[entry["experience"][model]] = matrix
+            matrices.setdefault(model, {})[entry["experience"][model]] = matrix
     return {
-        (model, experience): found[model][experience] for model in server_first(found) for experience in found[model]
+        (model, experience): matrices[model][experience]
+        for model in server_first(matrices)
+        for experience in matrices[model]
     }
 
 

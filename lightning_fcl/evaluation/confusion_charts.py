@@ -20,7 +20,7 @@ _CLIENTS = 10
 _ENTRIES = 100_000
 # Maximum number of classes for which the cells contain numbers.
 _WITH_NUMBERS = 12
-# Maximum number of experiences that are shown side by side, and the size of their matrices in pixels.
+# Maximum number of experiences in one chart, and the size of their matrices in pixels.
 _MULTIPLES, _SIZE = 12, 150
 # The color of the value 0 in the color scheme "viridis".
 _ZERO = "#440154"
@@ -50,20 +50,20 @@ def confusion_chart(record: Record) -> Spec | None:
         layers.append(base.mark_text().encode(text="count:Q", color=ink))
     labels = _experience_labels(record, experiences)
     options = alt.binding_select(options=experiences, labels=labels, name="experience ")
-    after = alt.param(name="after", value=last, bind=options if len(experiences) > 1 else alt.Undefined)
+    selected_experience = alt.param(name="after", value=last, bind=options if len(experiences) > 1 else alt.Undefined)
     layered = alt.layer(*layers, view=alt.ViewBackground(fill=_ZERO))
     chart = charts.with_model_selector(layered, models).transform_filter("datum.experience == after")
-    chart = _with_shares(chart).add_params(after, _names_param(names))
+    chart = _with_shares(chart).add_params(selected_experience, _names_param(names))
     return responsive_chart(chart, max(180, min(680, 30 * len(names))), matrices=_rows(matrices))
 
 
 def confusion_history_chart(record: Record) -> Spec | None:
-    """Return the confusion matrices of the server after each experience, side by side.
+    """Return the charts of the server's confusion matrices after each experience.
 
     The result is None for a single experience, for more than 12 experiences, and for more than 250 classes.
     """
-    shown, names = _shown_matrices(record)
-    matrices = {key: matrix for key, matrix in shown.items() if key[0] == "server"}
+    all_matrices, names = _shown_matrices(record)
+    matrices = {key: matrix for key, matrix in all_matrices.items() if key[0] == "server"}
     if not 1 < len(matrices) <= _MULTIPLES:
         return None
     labels = _experience_labels(record, [experience for _, experience in matrices])
@@ -118,7 +118,8 @@ def _cells() -> alt.Chart:
     shares = alt.Scale(type="sqrt", scheme="viridis", domain=[0, 1])
     tips = charts.make_tooltips(target_name="target", prediction_name="prediction", count="samples", share="")
     return charts.get_chart("matrices").encode(
-        color=alt.Color("share:Q", title="share of the class", scale=shares), tooltip=tips
+        color=alt.Color("share:Q", title="share of the class", scale=shares, legend=alt.Legend(gradientLength=120)),
+        tooltip=tips,
     )
 
 

@@ -187,14 +187,14 @@ def _merge(whole: dict[str, Any], updates: Mapping[str, Any], location: _Place) 
         elif isinstance(key, str) and key.endswith("+"):
             name = key.removesuffix("+")
             value, item_location = location.argument(name).follow(_read(value))
-            items = value if isinstance(value, list) else [] if value in (None, "null") else [value]
-            current_value = whole.get(name)
-            whole[name] = [
-                *(current_value if isinstance(current_value, list) else [current_value] if current_value else []),
-                *_merged(None, items, item_location),
-            ]
+            whole[name] = [*_to_items(_read(whole.get(name))), *_merged(None, _to_items(value), item_location)]
         else:
             whole[key] = _merged(whole.get(key), value, location.argument(key))
+
+
+def _to_items(value: Any) -> list[Any]:
+    """Return a value as a list. The list is empty for None, and for the text "null" of a command line."""
+    return value if isinstance(value, list) else [] if value in (None, "null") else [value]
 
 
 def _merged(current_value: Any, value: Any, location: _Place) -> Any:

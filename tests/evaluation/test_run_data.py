@@ -26,7 +26,8 @@ def trained(tmp_path_factory, small_recipe, without_pages):
     (folder / "small.yaml").write_text(yaml.safe_dump(content))
     files = ["--config", str(recipes_folder() / "quickstart.yaml"), "--config", str(folder / "small.yaml")]
     with without_pages():
-        main(["fit", *files, "--out", str(folder / "runs" / "mine" / "seed-3"), "--seed_everything", "3"])
+        out = ["--out", str(folder / "runs" / "mine" / "seed-3")]
+        main(["fit", *files, *out, "--seed_everything", "3", "--predictions"])
     return folder / "runs" / "mine" / "seed-3"
 
 
@@ -57,6 +58,26 @@ def test_read_run_accuracy_matrix_gives_forgetting(trained):
         best, last = matrix[:-1].max(axis=0), matrix[-1]
         assert (best - last)[:-1].mean() == pytest.approx(run.metrics[f"forgetting/{model}"])
         assert last.mean() == pytest.approx(run.metrics[f"average_accuracy/{model}"])
+
+
+@pytest.mark.seconds
+def test_read_run_confusion_equals_predictions_of_final_model(trained):
+    run, predictions = read_run(trained), pd.read_csv(trained / "predictions.csv", dtype=str)
+    confusion, last_round = run.confusion, run.rounds["round"].max()
+    assert [*confusion.columns] == ["model", "after_experience", "target", "prediction", "count"]
+    assert {*confusion["model"]} == {"server", "0", "1", "2"} and {*confusion["after_experience"]} == {0, 1}
+    final = confusion[confusion["after_experience"] == 1]
+    for model, part in final.groupby("model"):
+        tested = run.rounds[(run.rounds["model"] == model) & (run.rounds["round"] == last_round)]
+        correct = part.loc[part["target"] == part["prediction"], "count"].sum()
+        assert correct / part["count"].sum() == pytest.approx(tested["accuracy"].item())
+    of_server = predictions[predictions["model"] == "server"]
+    counts = of_server.groupby(["target", "prediction"]).size().to_dict()
+    server = final[final["model"] == "server"]
+    assert server.set_index(["target", "prediction"])["count"].to_dict() == counts
+    assert (of_server["target"] == of_server["prediction"]).mean() == pytest.approx(
+        run.metrics["final_accuracy/server"]
+    )
 
 
 @pytest.mark.seconds
