@@ -47,8 +47,8 @@ def add_confusions(parts: Sequence[Confusion]) -> Confusion:
     if len(parts) == 1:
         return parts[0]
     counts: Counter[tuple[int, int]] = Counter()
-    for part in parts:
-        for target, prediction, count in part:
+    for matrix in parts:
+        for target, prediction, count in matrix:
             counts[target, prediction] += count
     return [[*cell, count] for cell, count in sorted(counts.items())]
 

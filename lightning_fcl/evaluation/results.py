@@ -47,7 +47,18 @@ PREDICTIONS = "predictions.csv"
 """Name of the file with the predictions of the final model of a run."""
 
 _SEAL = "files.txt"
-_WRITTEN = (LAST, RECORD, _SEAL, ENVIRONMENT, "results.json", "metrics.json", "metrics.csv", "report.html", LOGGER_RUNS)
+_WRITTEN = (
+    LAST,
+    RECORD,
+    _SEAL,
+    ENVIRONMENT,
+    "results.json",
+    "metrics.json",
+    "metrics.csv",
+    "report.html",
+    LOGGER_RUNS,
+    PREDICTIONS,
+)
 
 
 class RecordFile:

@@ -79,6 +79,10 @@ def test_confusion_equals_sklearn_matrix_of_last_test_in_experience(
     fit(make_task(), stream, [metrics, by_hand], **options)
     assert arrays(metrics.record) == by_hand.matrices
     assert len({str(matrix) for matrix in by_hand.matrices.values()}) > 4
+    # The record contains one matrix for each model and experience, in the last round of the experience.
+    number_by_round = [len(entry.get("confusion", {})) for entry in metrics.record["rounds"]]
+    assert sum(number_by_round) == len(by_hand.matrices)
+    assert not any(number_by_round[:3]) and not any(number_by_round[4:-1])
     assert all(len({*map(tuple, matrix)}) == len(matrix) for matrix in confusions(metrics.record).values())
 
 

@@ -120,6 +120,17 @@ def test_predictions_plain_trainer_equal_final_model(predictions, make_stream, m
         assert tables["server"]["prediction"].tolist() == task.eval()(x).argmax(1).tolist()
 
 
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_predictions_plain_trainer_resumed_fit_writes_same_file(predictions, make_stream, make_task, tmp_path, epoch):
+    saver, options = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1), {"strategy": "auto", "max_epochs": 2}
+    predictions(make_task(), make_stream(num_clients=1), [saver], {"enable_checkpointing": True}, **options)
+    whole = (tmp_path / "predictions.csv").read_bytes()
+    (tmp_path / "predictions.csv").unlink()
+    path = tmp_path / f"epoch={epoch}.ckpt"
+    predictions(make_task(seed=3), make_stream(num_clients=1), ckpt_path=path, **options)
+    assert (tmp_path / "predictions.csv").read_bytes() == whole
+
+
 def test_predictions_do_not_change_model_or_record(fit, make_stream, make_task, tmp_path):
     records, states = [], []
     for writers in ([], [PredictionWriter()]):
