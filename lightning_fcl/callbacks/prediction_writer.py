@@ -150,7 +150,7 @@ class PredictionWriter(Callback):
     def _model_predictions(
         self, trainer: L.Trainer, module: L.LightningModule, evaluator: Evaluator
     ) -> Iterator[tuple[str, _ModelPredictions]]:
-        """Yield the predictions of the server's model and of each client whose model differs from it."""
+        """Yield the predictions of the server's model and of each client with another model."""
         yield "server", self._predict(module, evaluator, np.arange(len(evaluator.rows)))
         federation = find_federation(trainer)
         if federation is None or self.clients == "none":

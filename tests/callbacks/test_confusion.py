@@ -82,7 +82,7 @@ def test_confusion_equals_sklearn_matrix_of_last_test_in_experience(
     # The record contains one matrix for each model and experience, in the last round of the experience.
     number_by_round = [len(entry.get("confusion", {})) for entry in metrics.record["rounds"]]
     assert sum(number_by_round) == len(by_hand.matrices)
-    assert not any(number_by_round[:3]) and not any(number_by_round[4:-1])
+    assert not any(number for round_idx, number in enumerate(number_by_round) if round_idx % 4 != 3)
     assert all(len({*map(tuple, matrix)}) == len(matrix) for matrix in confusions(metrics.record).values())
 
 
