@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -21,6 +22,7 @@ from lightning_fcl import __version__
 from lightning_fcl.evaluation.continual import FloatArray
 from lightning_fcl.evaluation.curves import Curve
 from lightning_fcl.evaluation.record import Quantity
+from lightning_fcl.evaluation.statistics import seed_statistics
 from lightning_fcl.evaluation.summary import model_name
 from lightning_fcl.io.atomic import write_atomic
 from lightning_fcl.io.paths import cache_folder
@@ -99,13 +101,12 @@ def over_seeds(curves: Iterable[FloatArray]) -> Points:
     """
     seeds, points = [*curves], []
     for position in range(max(map(len, seeds), default=0)):
-        values = np.array(
-            [curve[position] for curve in seeds if position < len(curve) and np.isfinite(curve[position])]
-        )
-        if len(values):
-            mean, std = values.mean(), values.std(ddof=1) if len(values) > 1 else 0.0
+        values = [curve[position] for curve in seeds if position < len(curve) and np.isfinite(curve[position])]
+        if values:
+            numbers = seed_statistics(values)
+            mean, std = numbers.mean, numbers.std or 0.0
             ends = {"low": mean - std, "high": mean + std} if len(seeds) > 1 else {}
-            points.append({"round": position + 1, "value": mean, "std": std, "seeds": len(values), **ends})
+            points.append({"round": position + 1, "value": mean, "std": std, "seeds": numbers.n, **ends})
     return points
 
 
@@ -162,25 +163,72 @@ def draw_points(base: alt.Chart) -> alt.Chart:
     return point_chart
 
 
-def label_points(base: alt.Chart, name: str, field: str, middle: float) -> list[alt.Chart]:
-    """Return two layers: labels right of points with ``field`` at most ``middle``, and labels left of other points."""
-    names = base.encode(text=f"{name}:N")
-    left_labels = names.transform_filter(f"datum.{field} <= {middle}").mark_text(align="left", dx=8, color="#888888")
-    right_labels = names.transform_filter(f"datum.{field} > {middle}").mark_text(align="right", dx=-8, color="#888888")
-    return [left_labels, right_labels]
-
-
-def small_multiples(base: alt.Chart, names: Sequence[str], title: str, scale: alt.Scale) -> list[alt.Chart]:
+def small_multiples(
+    base: alt.Chart, names: Sequence[str], title: str, scale: alt.Scale, rows: Points, x: str = "round"
+) -> list[alt.Chart]:
     """Return the layers of a line chart: bands, lines and points.
 
     Lines differ in color and in the shape of their points. If there are more lines than colors, the last lines are
-    dashed.
+    dashed. A line that is covered by another line is wider, so that both lines are visible.
+
+    Args:
+        base: Chart with the horizontal axis.
+        names: Names of the lines, in the order in which they are drawn.
+        title: Title of the vertical axis.
+        scale: Scale of the vertical axis.
+        rows: Points of the lines.
+        x: Field of the horizontal position of a point.
     """
     base = base.encode(color=color_scale("line", names))
     value, low = (alt.Y(field, title=title, scale=scale) for field in ("value:Q", "low:Q"))
     band = base.mark_area(opacity=0.16, clip=True).encode(y=low, y2="high:Q")
-    line = base.mark_line().encode(y=value, strokeDash=alt.StrokeDash("line:N", **cycle_styles(names, _DASHES)))
+    line = base.mark_line().encode(y=value)
+    if len(names) > len(COLORS):
+        line = line.encode(strokeDash=alt.StrokeDash("line:N", **cycle_styles(names, _DASHES)))
+    widths = line_widths(names, rows, x)
+    if len({*widths}) > 1:
+        # The legend has no widths, because the width is not a channel of the field `line`.
+        width_by_name = json.dumps(dict(zip(names, widths, strict=True)))
+        line = line.transform_calculate(width=f"{width_by_name}[datum.line]")
+        line = line.encode(strokeWidth=alt.StrokeWidth("width:Q", scale=None, legend=None))
     return [band, line, draw_points(base).encode(y=value, shape=shape("line", names))]
+
+
+def line_widths(names: Sequence[str], rows: Points, x: str = "round") -> list[int]:
+    """Return the width of each line in pixels: 2, or 2 more than the widest later line that covers one of its segments.
+
+    A line covers a segment of another line if it has the same two consecutive points in the same panel and view. Points
+    are the same if they differ by at most 0.5 % of the range of all values.
+
+    Example:
+        >>> same = [{"round": number, "value": 0.5} for number in (1, 2)]
+        >>> line_widths(["a", "b"], [{"line": line, **point} for line in "ab" for point in same])
+        [4, 2]
+    """
+    values = [row["value"] for row in rows if np.isfinite(row["value"])]
+    tolerance = 0.005 * (max(values) - min(values)) if values else 0.0
+    segments: dict[str, dict[Any, tuple[float, float]]] = {name: {} for name in names}
+    before: dict[Any, tuple[Any, float]] = {}
+    for row in rows:
+        place = (row["line"], row.get("panel"), row.get("view"))
+        if place in before:
+            start, value = before[place]
+            segments[row["line"]][(*place[1:], start, row[x])] = (value, row["value"])
+        before[place] = (row[x], row["value"])
+    widths: dict[str, int] = {}
+    for name in reversed(names):
+        covering = [
+            widths[other]
+            for other in widths
+            if any(
+                abs(ends[0] - segments[other][place][0]) <= tolerance
+                and abs(ends[1] - segments[other][place][1]) <= tolerance
+                for place, ends in segments[name].items()
+                if place in segments[other]
+            )
+        ]
+        widths[name] = 2 + max(covering, default=0)
+    return [widths[name] for name in names]
 
 
 def density_points(edges: ArrayLike, density: ArrayLike) -> Points:

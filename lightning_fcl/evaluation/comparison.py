@@ -15,9 +15,11 @@ from lightning_fcl.evaluation import charts
 from lightning_fcl.evaluation.charts import COLORS, Chart, Points, Spec, fill_template, responsive_chart
 from lightning_fcl.evaluation.continual import FloatArray
 from lightning_fcl.evaluation.curves import curves
+from lightning_fcl.evaluation.labels import PointLabels, axis_range, chart_height, shorten_names
 from lightning_fcl.evaluation.metrics import AVERAGE_ACCURACY, FORGETTING, find_metric, overall_metrics
 from lightning_fcl.evaluation.record import Quantity, get_quantity
 from lightning_fcl.evaluation.results import make_missing_run_error, read_results
+from lightning_fcl.evaluation.statistics import seed_statistics
 from lightning_fcl.evaluation.summary import (
     SummaryMetric,
     describe_run_size,
@@ -30,6 +32,8 @@ from lightning_fcl.evaluation.table import NEAR_TOLERANCE, Cell, Table, metric_t
 __all__ = ["compare_page", "find_runs", "label_places", "runs_by_name"]
 
 _VIEWS = ("server, whole test set", "mean over clients, on all experiences so far")
+# Least width of the chart of forgetting against accuracy in pixels, as on a phone.
+_NARROW = 240
 
 RunsByName: TypeAlias = Mapping[str, Sequence[Mapping[str, Any]]]
 """Runs in a report: for the name of each row in the report, the contents of ``results.json`` of each seed."""
@@ -64,6 +68,9 @@ def compare_page(groups: RunsByName, table: Table | None = None) -> str:
         [label, *([extents[label]] if extents else []), *(_mean([run[n] for run in of if n in run]) for n in names)]
         for label, of in metrics_by_run.items()
     ]
+    names_in_charts = shorten_names([*groups])
+    groups_in_charts = {names_in_charts[label]: of for label, of in groups.items()}
+    points = {names_in_charts[label]: of for label, of in metrics_by_run.items()}
     compared_metrics = list(dict.fromkeys(name for _, name, _ in table.paper_cells)) if table else []
     return fill_template(
         "comparison.html",
@@ -84,9 +91,9 @@ def compare_page(groups: RunsByName, table: Table | None = None) -> str:
         ],
         charts={
             "against": paper_comparison_chart(table) if table else None,
-            "rounds": rounds_chart(groups, quantity),
-            "clients": clients_chart(groups, quantity),
-            "forgetting": final_metrics_chart(metrics_by_run, quantity),
+            "rounds": rounds_chart(groups_in_charts, quantity),
+            "clients": clients_chart(groups_in_charts, quantity),
+            "forgetting": final_metrics_chart(points, quantity),
         },
         metrics=_all_metrics(groups),
     )
@@ -173,9 +180,8 @@ def _mean(metrics: Sequence[SummaryMetric]) -> str:
     """
     if not metrics:
         return "-"
-    values, unit = [one.value for one in metrics], metrics[0].unit
-    spread = f" ± {format_value(float(np.std(values, ddof=1)), unit)}" if len(values) > 1 and np.ptp(values) > 0 else ""
-    return format_value(float(np.mean(values)), unit) + spread
+    numbers, unit = seed_statistics(one.value for one in metrics), metrics[0].unit
+    return format_value(numbers.mean, unit) + (f" ± {format_value(numbers.std, unit)}" if numbers.std else "")
 
 
 def rounds_chart(groups: RunsByName, quantity: Quantity) -> Spec | None:
@@ -198,7 +204,7 @@ def rounds_chart(groups: RunsByName, quantity: Quantity) -> Spec | None:
     base = charts.get_chart("rows").transform_filter("datum.view == view").encode(x=charts.round_axis(longest))
     base = base.encode(tooltip=charts.make_tooltips(line="row", round="", value="mean", std="", seeds=""))
     if len(groups) <= len(COLORS):
-        layers = charts.small_multiples(base, [*groups], quantity.name, charts.quantity_scale(quantity))
+        layers = charts.small_multiples(base, [*groups], quantity.name, charts.quantity_scale(quantity), rows)
         return responsive_chart(alt.layer(*layers).add_params(choice), 320, rows=rows)
     # With more lines than colors, one line is colored and all other lines are gray.
     row = alt.param(name="row", value=next(iter(groups)), bind=alt.binding_select(options=[*groups], name="highlight "))
@@ -247,17 +253,21 @@ def final_metrics_chart(
     for label, runs in metrics_by_run.items():
         if metric_pairs := [[one[title].value for title in titles] for one in runs if {*titles} <= {*one}]:
             value, mean_forgetting = np.mean(metric_pairs, axis=0).tolist()
-            rows.append({"row": label, "value": value, "forgetting": mean_forgetting, "seeds": len(metric_pairs)})
+            if np.isfinite([value, mean_forgetting]).all():
+                rows.append({"row": label, "value": value, "forgetting": mean_forgetting, "seeds": len(metric_pairs)})
     if len(rows) < 2:
         return None
-    middle = (min(row["value"] for row in rows) + max(row["value"] for row in rows)) / 2
+    x_range, y_range = (axis_range([row[field] for row in rows]) for field in ("value", "forgetting"))
+    height = chart_height(len(rows), 320)
+    labels = PointLabels("row", "value", "forgetting", x_range, y_range, _NARROW, height)
+    labels.set_heights(rows)
     base = charts.get_chart("rows").encode(
-        x=alt.X("value:Q", title=titles[0], scale=alt.Scale(zero=False, padding=20)),
-        y=alt.Y("forgetting:Q", title=titles[1], scale=alt.Scale(zero=False, padding=20)),
+        x=alt.X("value:Q", title=titles[0], scale=alt.Scale(domain=[*x_range], nice=False)),
         tooltip=charts.make_tooltips(row="", value=quantity.name, forgetting="", seeds=""),
     )
-    points = base.mark_point(filled=True, size=80, color=COLORS[0], opacity=1)
-    return responsive_chart(alt.layer(points, *charts.label_points(base, "row", "value", middle)), 320, rows=rows)
+    y = alt.Y("forgetting:Q", title=titles[1], scale=alt.Scale(domain=[*y_range], nice=False))
+    points = base.mark_point(filled=True, size=80, color=COLORS[0], opacity=1).encode(y=y)
+    return responsive_chart(alt.layer(points, *labels.layers(base, titles[1])), height, rows=rows)
 
 
 def paper_comparison_chart(table: Table) -> Spec | None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from lightning_fcl.evaluation import charts
 from lightning_fcl.evaluation.charts import Chart, Points, Spec
+from lightning_fcl.evaluation.labels import PointLabels, axis_range, chart_height
 from lightning_fcl.evaluation.metric import Metric, Score, Unit, clients
 from lightning_fcl.evaluation.metrics import (
     CLIENT_STATE_BYTES,
@@ -24,8 +25,8 @@ from lightning_fcl.evaluation.metrics import (
 from lightning_fcl.evaluation.record import Evaluation
 from lightning_fcl.evaluation.table import Cell, Table, markdown_table
 
-# Size of each of the two panels of the figure, and height of a line of text, in pixels.
-_WIDTH, _HEIGHT, _LINE = 440, 420, 12
+# Width and least height of each of the two panels of the figure, in pixels.
+_WIDTH, _HEIGHT = 440, 420
 
 Notes = Mapping[str, Mapping[str, str]]
 """Notes on each method, by method and table column. The note ``logits`` describes the logits in the method's loss."""
@@ -196,36 +197,14 @@ def leaderboard_chart(table: Table, protocol: str, notes: Notes) -> Spec | None:
 
 def _against(rows: Points, cost: str, title: str, kinds: Sequence[str]) -> Chart:
     """Return the chart of accuracy against ``cost``, the name of a field. Both axes have a margin around the values."""
-    ends, (low, high) = _ends([math.log(row[cost]) for row in rows]), _ends([row["accuracy"] for row in rows])
-    x_scale = alt.Scale(type="log", domain=[math.exp(end) for end in ends], nice=False)
-    x, y_scale = alt.X(f"{cost}:Q", title=title, scale=x_scale), alt.Scale(domain=[low, high], nice=False)
-    base = charts.get_chart("rows").encode(x=x, y=alt.Y("accuracy:Q", title="last accuracy", scale=y_scale))
+    start, end = axis_range([math.log(row[cost]) for row in rows])
+    x_range, y_range = (math.exp(start), math.exp(end)), axis_range([row["accuracy"] for row in rows])
+    height, y_title = chart_height(len(rows), _HEIGHT), "last accuracy"
+    x = alt.X(f"{cost}:Q", title=title, scale=alt.Scale(type="log", domain=[*x_range], nice=False))
+    y = alt.Y("accuracy:Q", title=y_title, scale=alt.Scale(domain=[*y_range], nice=False))
+    base = charts.get_chart("rows").encode(x=x)
     points = base.mark_point(filled=True, size=60, opacity=0.9)
-    points = points.encode(color=charts.color_scale("logits", kinds), shape=charts.shape("logits", kinds))
-    middle, name_field = math.exp(sum(ends) / 2), f"label of {cost}"
-    _set_apart(rows, cost, name_field, ends, (low, high))
-    names = charts.label_points(base.encode(y=alt.Y(f"{name_field}:Q", scale=y_scale)), "method", cost, middle)
-    return alt.layer(points, *names).properties(width=_WIDTH, height=_HEIGHT)
-
-
-def _ends(values: Sequence[float]) -> tuple[float, float]:
-    """Return the lower and the upper end of an axis, with a margin around the values."""
-    margin = 0.08 * (max(values) - min(values)) or 0.1
-    return min(values) - margin, max(values) + margin
-
-
-def _set_apart(
-    rows: Points, cost: str, name_field: str, x_range: tuple[float, float], y_range: tuple[float, float]
-) -> None:
-    """Set the height of the label of each point in ``rows``. Labels that would overlap are moved down."""
-    places: list[tuple[float, float, float]] = []
-    for row in sorted(rows, key=lambda row: -row["accuracy"]):
-        x = _WIDTH * (math.log(row[cost]) - x_range[0]) / (x_range[1] - x_range[0])
-        y = _HEIGHT * (y_range[1] - row["accuracy"]) / (y_range[1] - y_range[0])
-        wide = 8 + 6.5 * len(row["method"])
-        left_edge, right_edge = (x, x + wide) if x <= _WIDTH / 2 else (x - wide, x)
-        for other in sorted(height for start, end, height in places if start < right_edge and left_edge < end):
-            if abs(other - y) < _LINE:
-                y = other + _LINE
-        places.append((left_edge, right_edge, y))
-        row[name_field] = y_range[1] - y * (y_range[1] - y_range[0]) / _HEIGHT
+    points = points.encode(y=y, color=charts.color_scale("logits", kinds), shape=charts.shape("logits", kinds))
+    labels = PointLabels("method", cost, "accuracy", x_range, y_range, _WIDTH, height, log=True)
+    labels.set_heights(rows)
+    return alt.layer(points, *labels.layers(base, y_title)).properties(width=_WIDTH, height=height)

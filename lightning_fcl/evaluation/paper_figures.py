@@ -138,9 +138,8 @@ def draw_accuracy(panels: Panels, title: str) -> Spec:
     rows = _points(panels, lambda _, runs: over_seeds(stream_accuracies(run["record"]) for run in runs))
     axis = alt.Axis(labelAngle=-30 if sum(map(len, names)) * len(panels) > 120 else 0)
     x = alt.X("experience:O", title="after experience", sort=names, scale=alt.Scale(domain=names), axis=axis)
-    layers = charts.small_multiples(
-        charts.get_chart("rows").encode(x=x), _names(rows), STREAM_ACCURACY.heading, charts.quantity_scale(ACCURACY)
-    )
+    base, scale = charts.get_chart("rows").encode(x=x), charts.quantity_scale(ACCURACY)
+    layers = charts.small_multiples(base, _names(rows), STREAM_ACCURACY.heading, scale, rows)
     rows = [{**row, "experience": names[row["round"] - 1]} for row in rows]
     return spec(_faceted(layers, panels, 230).properties(title=title), rows=rows)
 
@@ -159,10 +158,13 @@ def draw_tasks(panels: Panels, title: str) -> Spec:
     forgetting_points = _points(panels, lambda _, runs: over_seeds(task_curves(run["record"])[1] for run in runs))
     x, names = charts.round_axis(max(point["round"] for point in accuracy), "after task"), _names(accuracy)
     parts = []
-    for data, metric in (("accuracy", AVERAGE_ACCURACY), ("forgetting", FORGETTING)):
+    for data, metric, rows in (
+        ("accuracy", AVERAGE_ACCURACY, accuracy),
+        ("forgetting", FORGETTING, forgetting_points),
+    ):
         base, scale = charts.get_chart(data), alt.Scale(zero=False)
         zero = [base.mark_rule().encode(y=alt.datum(0))] if metric is FORGETTING else []
-        layers = charts.small_multiples(base.encode(x=x), names, f"{metric.heading}, mean over clients", scale)
+        layers = charts.small_multiples(base.encode(x=x), names, f"{metric.heading}, mean over clients", scale, rows)
         parts.append(_faceted([*layers, *zero], panels, 280, columns=max(len(panels), 2)))
     combined_chart = alt.hconcat(*parts) if len(panels) == 1 else alt.vconcat(*parts)
     return spec(combined_chart.properties(title=title), accuracy=accuracy, forgetting=forgetting_points)
@@ -198,7 +200,8 @@ def draw_communication(panels: Panels, title: str) -> Spec:
         bars, points = _points({panel: lines}, volume), _points({panel: lines}, times)
         names = _names_of_equal_lines([*bars, *points])
         bars = [{**bar, "row": _wrapped(bar["line"], 28), "line": names[bar["line"]]} for bar in bars]
-        data |= {f"volumes {panel}": bars, f"times {panel}": _merged(points, names)}
+        points = _merged(points, names)
+        data |= {f"volumes {panel}": bars, f"times {panel}": points}
         base = charts.get_chart(f"volumes {panel}").encode(y=alt.Y("row:N", title=None, sort=None))
         bar_chart = base.mark_bar().encode(
             x=begin, x2="end:Q", color=charts.color_scale("line", _names(bars)), opacity=shade
@@ -206,7 +209,8 @@ def draw_communication(panels: Panels, title: str) -> Spec:
         total = base.transform_filter("datum.direction == 'download'").mark_text(align="left", dx=4)
         total = total.encode(x="end:Q", text=alt.Text("end:Q", format=",.4~r"))
         base = charts.get_chart(f"times {panel}").encode(x=bandwidth)
-        _, *layers = charts.small_multiples(base, _names(bars), "communication time (s)", alt.Scale(type="log"))
+        scale = alt.Scale(type="log")
+        _, *layers = charts.small_multiples(base, _names(bars), "communication time (s)", scale, points, "bandwidth")
         panel_charts = alt.layer(bar_chart, total), alt.layer(*layers)
         sized = [chart.properties(width=400, height=max(200, 22 * len(lines))) for chart in panel_charts]
         parts.append(alt.hconcat(*sized).properties(title=alt.Title(panel, anchor="start", fontWeight="bold")))
@@ -224,7 +228,7 @@ def draw_volumes(panels: Panels, title: str) -> Spec:
     rows = _merged(rows, _names_of_equal_lines(rows))
     longest = max(row["round"] for row in rows)
     base = charts.get_chart("rows").encode(x=charts.round_axis(longest))
-    layers = charts.small_multiples(base, _names(rows), "MB per round", alt.Scale(zero=True))
+    layers = charts.small_multiples(base, _names(rows), "MB per round", alt.Scale(zero=True), rows)
     return spec(_faceted(layers, panels, 230).properties(title=title), rows=rows)
 
 

@@ -17,6 +17,7 @@ from lightning_fcl.evaluation.confusion_charts import confusion_chart, confusion
 from lightning_fcl.evaluation.curves import Curve, curves, matrices
 from lightning_fcl.evaluation.metrics import find_metric
 from lightning_fcl.evaluation.record import Quantity, Record, get_quantities, get_quantity
+from lightning_fcl.evaluation.statistics import seed_statistics
 from lightning_fcl.evaluation.summary import (
     communication_volumes,
     describe_run_size,
@@ -81,7 +82,7 @@ def render_report(results: Mapping[str, Any], recipe: str = "") -> str:
         against_paper=[_against(name, metrics.get(name), paper) for name, paper in results["expected"].items()],
         quantity=quantities[0].name,
         charts=chart_specs,
-        spread=(len(ends), min(values), max(values), np.std(values, ddof=1)) if len(values) > 1 else None,
+        spread=(len(ends), min(values), max(values), seed_statistics(values).std) if len(values) > 1 else None,
         worst_clients=worst[:_WORST] if len(worst) > _WORST else [],
         client_problems=[*_client_problems(record)],
         limits=limits[-1] if limits else None,
@@ -363,6 +364,7 @@ def _server(record: Record, curves_by_model: Curves) -> Points:
         {"round": number + 1, "line": line, "value": value}
         for line, values in series
         for number, value in zip(server.rounds.tolist(), values.tolist(), strict=True)
+        if np.isfinite(value)
     ]
 
 

@@ -33,14 +33,24 @@ class SeedStatistics:
         n: Number of seeds, at least 1.
         mean: Mean over the seeds.
         std: Sample standard deviation over the seeds (divided by n - 1). None for one seed.
-        interval: Lower and upper end of the 95 % confidence interval of the mean, from Student's t distribution. None
-            for fewer than `MIN_SEEDS` seeds.
     """
 
     n: int
     mean: float
     std: float | None
-    interval: tuple[float, float] | None
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """Lower and upper end of the 95 % confidence interval of the mean, from Student's t distribution.
+
+        None for fewer than `MIN_SEEDS` seeds.
+        """
+        if self.std is None or self.n < MIN_SEEDS:
+            return None
+        # Charts need no interval, so that they do not import SciPy.
+        stats = require_package("scipy.stats", "computes confidence intervals")
+        half = float(stats.t.ppf((1 + CONFIDENCE) / 2, self.n - 1)) * self.std / math.sqrt(self.n)
+        return (self.mean - half, self.mean + half)
 
 
 def seed_statistics(values: Iterable[float]) -> SeedStatistics:
@@ -64,12 +74,7 @@ def seed_statistics(values: Iterable[float]) -> SeedStatistics:
         raise InvalidValueError("Expected the values of at least one seed, but got none.", argument="values")
     n, mean = len(numbers), statistics.fmean(numbers)
     std = statistics.stdev(numbers) if n > 1 else None
-    interval = None
-    if std is not None and n >= MIN_SEEDS:
-        stats = require_package("scipy.stats", "computes confidence intervals")
-        half = float(stats.t.ppf((1 + CONFIDENCE) / 2, n - 1)) * std / math.sqrt(n)
-        interval = (mean - half, mean + half)
-    return SeedStatistics(n, mean, std, interval)
+    return SeedStatistics(n, mean, std)
 
 
 def paired_p_value(values: Mapping[int, float], reference: Mapping[int, float]) -> float | None:

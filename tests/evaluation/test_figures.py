@@ -273,6 +273,7 @@ def test_write_figures_many_rows_have_names_and_distinct_styles(tmp_path, drawn,
 
 def ranges(spec):
     """Return the colors and the marker shapes of the lines."""
-    found = [scale["range"] for scale in find(spec, "scale") if len(scale.get("range", [])) and "domain" in scale]
+    scales = [scale for scale in find(spec, "scale") if scale is not None]
+    found = [scale["range"] for scale in scales if len(scale.get("range", [])) and "domain" in scale]
     colours = next(one for one in found if str(one[0]).startswith("#"))
     return colours, next(one for one in found if one[0] == "circle")
