@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from functools import partial
 from operator import itemgetter
@@ -24,6 +26,7 @@ from lightning_fcl.data.scenarios import EMPTY
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.data.trainer_access import find_stream, get_callbacks
 from lightning_fcl.errors import MissingValueError
+from lightning_fcl.evaluation.summary import format_value
 from lightning_fcl.federation.aggregation import check_state
 from lightning_fcl.io.checkpoint import get_run_checkpoint, read_checkpoint, require_checkpoint_file
 from lightning_fcl.methods.context import is_labelled
@@ -35,6 +38,7 @@ from lightning_fcl.runs.lightning_errors import convert_errors
 from lightning_fcl.runs.outcome import raise_no_round
 from lightning_fcl.runs.recipe import Recipe
 from lightning_fcl.simulation.checkpoint_content import check_states
+from lightning_fcl.simulation.communication import CommunicationForecast, forecast_communication
 from lightning_fcl.simulation.setup_checks import check_ranks
 from lightning_fcl.simulation.strategy import FederatedStrategy
 from lightning_fcl.tasks.base import Task
@@ -109,7 +113,26 @@ def load_into_recipe(recipe: LoadedRecipe, checkpoint: dict[str, Any]) -> Loaded
 
 def describe_recipe(recipe: Recipe) -> str:
     """Set up a fit of a recipe without training, and return a description of the recipe."""
-    parts = load_recipe(recipe)
+    with _seeded(recipe):
+        return _describe_objects(load_recipe(recipe))
+
+
+@contextmanager
+def _seeded(recipe: Recipe) -> Iterator[None]:
+    """Temporarily set the seed of a recipe, so that the partition and the sampled clients are those of a fit."""
+    seed, previous_seed = recipe.content().get("seed_everything", 0), os.environ.get("PL_GLOBAL_SEED")
+    try:
+        with suppress(TypeError, ValueError):  # The parser rejects a seed that is not a number.
+            os.environ["PL_GLOBAL_SEED"] = str(int(seed))
+        yield
+    finally:
+        os.environ.pop("PL_GLOBAL_SEED", None)
+        if previous_seed is not None:
+            os.environ["PL_GLOBAL_SEED"] = previous_seed
+
+
+def _describe_objects(parts: LoadedRecipe) -> str:
+    """Set up a fit of the objects of a recipe without training, and return a description of the recipe."""
     trainer, task, stream = parts.make_trainer(), parts.model, parts.datamodule
     callbacks = get_callbacks(trainer)
     methods = [type(one).__name__ for one in callbacks if isinstance(one, Method)]
@@ -124,7 +147,8 @@ def describe_recipe(recipe: Recipe) -> str:
     add_default_metrics(callbacks, recipe_config["eval_split"], recipe_config["first_tasks"])
     trainer_config = parts.config["trainer"]
     saves = trainer_config["enable_checkpointing"] is not False and not trainer_config["barebones"]
-    callbacks.insert(0, _Enough(_processes(trainer.strategy), saves))
+    enough = _Enough(_processes(trainer.strategy), saves)
+    callbacks.insert(0, enough)
     if parts.config["ckpt_path"]:
         require_checkpoint_file(parts.config["ckpt_path"])
     if parts.config["trainer"]["logger"] is not False and not parts.config["trainer"]["barebones"]:
@@ -147,6 +171,7 @@ def describe_recipe(recipe: Recipe) -> str:
         "training": participation.describe(len(plan.clients)),
         "model": f"{type(task).__name__} of {numbers:,} parameters" + (f", outputs of shape {shape}" if shape else ""),
         "methods": ", ".join(methods) or "none (fine-tuning)",
+        **_describe_communication(enough.forecast, trainer.max_epochs or 0),
     }
     if small_clients := _small_clients(stream):
         lines["min_size"] = small_clients
@@ -167,6 +192,7 @@ class _Enough(Callback):
 
     def __init__(self, processes: int, saves: bool) -> None:
         self._processes, self._saves = processes, saves
+        self.forecast: CommunicationForecast | None = None
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if isinstance(trainer.strategy, FederatedStrategy):
@@ -174,6 +200,11 @@ class _Enough(Callback):
         callbacks = get_callbacks(trainer)
         if self._saves:
             check_states(callbacks)
+        # A base session would change the model, so that the sizes of uploads are not known before it.
+        is_final = not any(isinstance(one, _Checks) for one in callbacks)
+        if isinstance(trainer.strategy, FederatedStrategy) and is_final:
+            with isolate_rng():
+                self.forecast = forecast_communication(trainer.strategy.federation, trainer.max_epochs or 0)
         callbacks[:] = [one for one in callbacks if type(one).__module__.startswith("lightning_fcl.")]
         raise _WouldTrainError
 
@@ -187,6 +218,28 @@ class _Checks(Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         callbacks = get_callbacks(trainer)
         self._session.check_stream(pl_module, callbacks[: callbacks.index(self)], find_stream(trainer))
+
+
+def _describe_communication(forecast: CommunicationForecast | None, rounds: int) -> dict[str, str]:
+    """Return lines on the bytes that clients transmit, by title. Return {} if the bytes are not known."""
+    if forecast is None:
+        return {}
+    bound = "at least " if forecast.uncounted else ""
+    lines = {}
+    for way, size, total in (
+        ("upload", forecast.upload, forecast.total_upload),
+        ("download", forecast.download, forecast.total_download),
+    ):
+        if not size and bound:
+            lines[way] = "known only during training"
+            continue
+        lines[way] = f"{bound}{format_value(size, 'B')} per client and round"
+        if forecast.fixed:
+            lines[way] += f", {bound}{format_value(total, 'B')} in {rounds} rounds"
+    if forecast.uncounted:
+        names = ", ".join(forecast.uncounted)
+        lines["uncounted"] = f"tensors of {names}, because their size is known only during training"
+    return lines
 
 
 def _processes(strategy: object) -> int:

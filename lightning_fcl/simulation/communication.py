@@ -1,0 +1,131 @@
+"""Bytes that a federation transmits, computed before or during a fit by the accounting that records communication."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_fcl.data.client_round import ClientRounds
+from lightning_fcl.data.scenarios import Plan
+from lightning_fcl.federation.aggregation import frozen_parameters
+from lightning_fcl.federation.reductions import Reduction
+from lightning_fcl.federation.server import FederatedServer
+from lightning_fcl.federation.synchronization import Participation
+from lightning_fcl.federation.uploads import Uploads
+from lightning_fcl.methods.base import overrides_hook
+from lightning_fcl.methods.method_round import MethodRound
+from lightning_fcl.simulation.federation import Federation
+
+
+@dataclass(frozen=True)
+class CommunicationForecast:
+    """The bytes that clients transmit in a fit in which no upload is dropped.
+
+    Args:
+        upload: Bytes that a client uploads in a round.
+        download: Bytes that a client downloads in a round.
+        once: Bytes that a client downloads only once, in its first round.
+        trainings: Number of trainings: the sum over the rounds of the number of clients that train.
+        clients: Number of clients that train in at least one round.
+        uncounted: Names of methods, reductions and transforms that transmit tensors whose sizes are not known before
+            training. If there are any, the numbers of bytes are lower bounds.
+        fixed: Whether every client that trains transmits its upload. False in a swarm and on a simulated clock.
+    """
+
+    upload: int
+    download: int
+    once: int
+    trainings: int
+    clients: int
+    uncounted: tuple[str, ...]
+    fixed: bool
+
+    @property
+    def total_upload(self) -> int:
+        """Bytes that all clients upload in all rounds."""
+        return self.upload * self.trainings
+
+    @property
+    def total_download(self) -> int:
+        """Bytes that all clients download in all rounds."""
+        return self.download * self.trainings + self.once * self.clients
+
+
+def forecast_communication(federation: Federation, rounds: int) -> CommunicationForecast | None:
+    """Return the bytes that clients transmit, before the first round of a fit that will not train.
+
+    The server starts a round, and one client downloads and uploads the initial state, as in a fit. The sizes of tensors
+    that depend on their values, and of messages of methods, are not counted.
+
+    Args:
+        federation: The federation, after the start of the fit.
+        rounds: Number of rounds of the fit.
+
+    Returns:
+        The forecast, or None if no client can train, or the initial state is non-finite.
+    """
+    plan, participation, server, number = federation.stream.plan, federation.participation, federation.server, 0
+    trained = [participation.expected_clients(plan, round_idx) for round_idx in range(rounds)]
+    while number < len(trained) and not trained[number]:
+        number += 1
+    if number == len(trained):
+        return None
+    method_round = MethodRound(
+        number, federation.module, federation.methods, federation.stream, server, federation.seed, participation.is_full
+    )
+    server.start_round(federation.module, federation.settings.rules, method_round.server_entries(), number)
+    client = federation.stream.client_round(trained[number][0], number)
+    (state,), _ = server.download([client.client_id])
+    uploads, *_ = server.encode(ClientRounds.from_rounds([client]), {name: v[None] for name, v in state.items()})
+    if not len(uploads):
+        return None
+    uncounted = _uncounted_methods(federation)
+    once = server.sent_once.missing_bytes(client.client_id)
+    variable = {name: of for name, of in server.reductions.items() if not of.has_static_size and name in state}
+    sparse = {str(of) for name, of in variable.items() if name not in server.extra_tensors}
+    return CommunicationForecast(
+        upload=uploads.nbytes()[0] - _variable_upload(uploads, variable),
+        download=server.record.download_bytes[client.client_id] - once - _variable_download(server, variable),
+        # Tensors that a method sends once change with the experiences.
+        once=0 if uncounted else once,
+        trainings=sum(map(len, trained)),
+        clients=len({name for names in trained for name in names}),
+        uncounted=(*uncounted, *sorted(sparse), *(type(one).__name__ for one in server.pipeline.exchanges)),
+        fixed=participation.swarm is None and participation.synchronization is None,
+    )
+
+
+def expected_samples(plan: Plan, participation: Participation, round_idx: int) -> int:
+    """Return the number of samples of the clients that are expected to train in a round."""
+    return sum(len(plan.train[round_idx][client]) for client in participation.expected_clients(plan, round_idx))
+
+
+def _variable_upload(uploads: Uploads, variable: dict[str, Reduction]) -> int:
+    """Return the bytes of the uploaded entries whose sizes depend on their values."""
+    return sum(of.upload_nbytes(uploads.values[name][0]) for name, of in variable.items() if name in uploads.values)
+
+
+def _variable_download(server: FederatedServer, variable: dict[str, Reduction]) -> int:
+    """Return the bytes of the downloaded entries whose sizes depend on their values."""
+    return sum(of.upload_nbytes(server.state[name]) for name, of in variable.items() if of.is_downloaded)
+
+
+def _uncounted_methods(federation: Federation) -> list[str]:
+    """Return the names of the methods that transmit tensors whose sizes are not known before training.
+
+    These tensors are messages and replies, and tensors of the server state that are sent once or whose sizes depend on
+    their values. A method that changes the aggregate can also change frozen parameters, which clients then transmit.
+    """
+    server, names = federation.server, []
+    hooks = ["message", "reply"]
+    if frozen_parameters(federation.module, server.reductions):
+        hooks.append("process_aggregate")
+    for method in federation.methods:
+        prefix = f"{method.section_name}."
+        rules = [server.reductions[name] for name in server.extra_tensors if name.startswith(prefix)]
+        if overrides_hook(method, "init_server_state"):
+            # The server state can have further entries in later experiences.
+            rules += [of for of in method.reductions.values() if isinstance(of, Reduction)]
+        varies = any(of.once or not of.has_static_size for of in rules)
+        if varies or any(overrides_hook(method, hook) for hook in hooks):
+            names.append(type(method).__name__)
+    return names
