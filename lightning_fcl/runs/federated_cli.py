@@ -35,6 +35,7 @@ from lightning_fcl.runs.outcome import make_results
 from lightning_fcl.runs.recipe import Recipe, take_settings
 from lightning_fcl.runs.recipe_info import RecipeInfo
 from lightning_fcl.runs.run_callbacks import PrintParticipation, SaveConfig, StopAfterRound
+from lightning_fcl.runs.run_estimate import PrintEstimate
 from lightning_fcl.runs.secret_values import with_variables
 from lightning_fcl.simulation.checkpoint_io import AtomicCheckpointIO
 from lightning_fcl.validation import did_you_mean
@@ -293,11 +294,11 @@ class FederatedCLI(LightningCLI):
 
 
 class FitCLI(FederatedCLI):
-    """The command ``lightning-fcl fit``, which prints the number of clients per round when training starts."""
+    """The command ``lightning-fcl fit``, which prints the number of clients per round and an estimate of its length."""
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         trainer = super().instantiate_trainer(**kwargs)
-        get_callbacks(trainer).append(PrintParticipation())
+        get_callbacks(trainer).extend([PrintParticipation(), PrintEstimate(self.output_folder)])
         return trainer
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_fcl.data.client_round import ClientRounds
-from lightning_fcl.data.scenarios import Plan
 from lightning_fcl.federation.aggregation import frozen_parameters
 from lightning_fcl.federation.reductions import Reduction
 from lightning_fcl.federation.server import FederatedServer
-from lightning_fcl.federation.synchronization import Participation
 from lightning_fcl.federation.uploads import Uploads
 from lightning_fcl.methods.base import overrides_hook
 from lightning_fcl.methods.method_round import MethodRound
@@ -92,11 +90,6 @@ def forecast_communication(federation: Federation, rounds: int) -> Communication
         uncounted=(*uncounted, *sorted(sparse), *(type(one).__name__ for one in server.pipeline.exchanges)),
         fixed=participation.swarm is None and participation.synchronization is None,
     )
-
-
-def expected_samples(plan: Plan, participation: Participation, round_idx: int) -> int:
-    """Return the number of samples of the clients that are expected to train in a round."""
-    return sum(len(plan.train[round_idx][client]) for client in participation.expected_clients(plan, round_idx))
 
 
 def _variable_upload(uploads: Uploads, variable: dict[str, Reduction]) -> int:

@@ -9,8 +9,8 @@ from lightning_fcl import Classifier, ClientSpeeds, FederatedStrategy, Federated
 from lightning_fcl.callbacks import ContinualMetrics
 from lightning_fcl.cli.main import main
 from lightning_fcl.conformance.fixtures import make_stream, make_task, train
-from lightning_fcl.data.partition import IID, Dirichlet
-from lightning_fcl.data.scenarios import ClassIncremental
+from lightning_fcl.data.partition import Dirichlet
+from lightning_fcl.data.scenarios import ClassIncremental, FedViTScenario
 from lightning_fcl.evaluation.results import read_results
 from lightning_fcl.evaluation.summary import format_value
 from lightning_fcl.federation.compression import Quantize, TopK
@@ -36,6 +36,10 @@ from lightning_fcl.simulation.communication import forecast_communication
 
 class StopFitError(Exception):
     """Ends a fit before its first round."""
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
 
 
 class Forecast(Callback):
@@ -99,10 +103,11 @@ def test_forecast_of_methods_with_variable_sizes_is_lower_bound(method, settings
 
 def test_forecast_of_fedweit_is_lower_bound():
     def fit(callback):
-        torch.manual_seed(0)
-        task = Classifier(FedWEITNet(MLP([64, 8, 10]), 3, layers="1.weight"), 10, lambda p: torch.optim.SGD(p, lr=0.1))
-        stream = FederatedStream("digits", ClassIncremental(3, 2), IID(3), seed=0)
-        train([FedWEIT()], stream, task, callbacks=[callback], precision="32-true", reductions=None)
+        rules = {"model.tasks.*": "local", "model.net.3.*": "local", "model.net.1.weight": "sparse_mean"}
+        task = Classifier(FedWEITNet(MLP([64, 8, 10]), 2, layers="1.weight"), 10, sgd, task_incremental=True)
+        scenario = FedViTScenario(num_clients=3, num_tasks=2, rounds_per_task=2, classes_per_client=[2, 2])
+        stream = FederatedStream("digits", scenario, seed=0)
+        train([FedWEIT()], stream, task, callbacks=[callback], precision="32-true", reductions=rules)
 
     forecast, metrics = Forecast(), ContinualMetrics(clients="none")
     with pytest.raises(StopFitError):

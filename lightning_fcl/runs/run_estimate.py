@@ -1,0 +1,168 @@
+"""Estimate of the length of a fit after its first round: time left, communication, and disk space."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import lightning.pytorch as L
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+
+from lightning_fcl.data.trainer_access import find_stream, get_callbacks, require_stream
+from lightning_fcl.evaluation.results import RECORD
+from lightning_fcl.evaluation.summary import format_value
+from lightning_fcl.federation.protocols import find_federation
+from lightning_fcl.simulation.federation import Federation
+
+log = logging.getLogger(__name__)
+
+_REPORT_BYTES = 1_000_000
+"""Size of the scripts in ``report.html``."""
+
+_SAMPLED_STATES = 100
+"""Largest number of client states whose sizes are read."""
+
+_RESULT_FACTOR = 6
+"""Size of the files with results, relative to the size of the record, which these files contain in several forms."""
+
+
+@dataclass(frozen=True)
+class RunEstimate:
+    """The estimated length of a fit.
+
+    Args:
+        seconds: Time left in seconds.
+        communication: Bytes that all clients upload and download in all rounds. None in a resumed fit.
+        disk: Bytes of all files of the run at its end.
+        written: Bytes of the files of the run so far.
+    """
+
+    seconds: float
+    communication: float | None
+    disk: int
+    written: int
+
+    @property
+    def text(self) -> str:
+        """The estimate as one line."""
+        communication = (
+            "" if self.communication is None else f"{format_value(self.communication, 'B')} of communication, "
+        )
+        disk = f"{format_value(self.disk, 'B')} on disk"
+        return f"Estimate: about {_duration(self.seconds)} left, in total {communication}{disk}"
+
+
+class PrintEstimate(Callback):
+    """A callback that prints an estimate after the first round of a fit, and warns if the disk is too small.
+
+    The estimate is printed if the fit shows its progress.
+
+    Args:
+        folder: Folder of the run.
+        clock: Function that returns the time in seconds.
+    """
+
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._folder, self._clock = folder, clock
+        self._first, self._started = 0, 0.0
+        # Bytes that all clients transmitted in the first round, until the estimate is printed.
+        self._transmitted: int | None = None
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._first, self._transmitted = trainer.current_epoch, None
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.current_epoch == self._first:
+            self._started = self._clock()
+        # The last step of a round saves the checkpoint. Its size is known at the start of the second round.
+        federation, transmitted, self._transmitted = find_federation(trainer), self._transmitted, None
+        bar = trainer.progress_bar_callback
+        is_shown = bar is not None and getattr(bar, "is_enabled", True) and trainer.is_global_zero
+        if transmitted is None or not is_shown or not isinstance(federation, Federation):
+            return
+        estimate = self._estimate(trainer, federation, self._clock() - self._started, transmitted)
+        print(estimate.text, file=sys.stderr, flush=True)
+        needed, free = estimate.disk - estimate.written, shutil.disk_usage(self._folder).free
+        if needed > free:
+            log.warning(
+                "The run needs about %s more disk space in %s, but only %s is free. Free disk space, or save fewer "
+                "checkpoints.",
+                format_value(needed, "B"),
+                self._folder,
+                format_value(free, "B"),
+            )
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        federation = find_federation(trainer)
+        if federation is not None and find_stream(trainer) is not None and trainer.current_epoch == self._first:
+            record = federation.server.record
+            self._transmitted = sum(record.upload_bytes.values()) + sum(record.download_bytes.values())
+
+    def _estimate(self, trainer: L.Trainer, federation: Federation, seconds: float, transmitted: int) -> RunEstimate:
+        plan, participation, first = require_stream(trainer).plan, federation.participation, self._first
+        rounds = min(trainer.max_epochs or 0, plan.num_rounds)
+        trained = [participation.expected_clients(plan, round_idx) for round_idx in range(first, rounds)]
+        samples = [
+            sum(len(plan.train[round_idx][client]) for client in clients)
+            for round_idx, clients in enumerate(trained, first)
+        ]
+        written, disk = estimate_disk(trainer, federation, self._folder, rounds)
+        return RunEstimate(
+            seconds=seconds * sum(samples[1:]) / max(samples[0], 1),
+            communication=transmitted * sum(map(len, trained)) / max(len(trained[0]), 1) if first == 0 else None,
+            disk=disk,
+            written=written,
+        )
+
+
+def estimate_disk(trainer: L.Trainer, federation: Federation, folder: Path, rounds: int) -> tuple[int, int]:
+    """Return the bytes of the files of a run now, and an estimate of the bytes at the end of the run.
+
+    A checkpoint contains the states of all clients that have trained. Clients that have not trained yet are assumed to
+    need as much space as the other clients.
+
+    Args:
+        trainer: The Trainer, after at least one round.
+        federation: The federation.
+        folder: Folder of the run.
+        rounds: Number of rounds of the fit.
+    """
+    sizes = {path: path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+    store, num_clients = federation.server.client_store, len(require_stream(trainer).plan.clients)
+    stored_clients = [*store]
+    state_sizes = [store.nbytes(client) for client in stored_clients[:_SAMPLED_STATES]]
+    state_size = sum(state_sizes) / max(len(state_sizes), 1)
+    saved = [size for path, size in sizes.items() if path.suffix == ".ckpt"]
+    final_size = max(saved, default=0) + round(state_size * (num_clients - len(stored_clients)))
+    num_kept = 0
+    for callback in get_callbacks(trainer):
+        if isinstance(callback, ModelCheckpoint):
+            num_best = rounds if callback.save_top_k == -1 else min(callback.save_top_k, rounds)
+            num_kept += num_best + bool(callback.save_last)
+    # A checkpoint is written before the checkpoint that it replaces is deleted.
+    checkpoints = max((num_kept + 1) * final_size, sum(saved)) if saved and num_kept else sum(saved)
+    states = 0 if store.is_in_memory else round(state_size * num_clients)
+    scale = rounds / (trainer.current_epoch or 1)
+    logs = sum(size for path, size in sizes.items() if path.name.startswith("events.out")) * scale
+    results = sizes.get(folder / RECORD, 0) * scale * _RESULT_FACTOR + _REPORT_BYTES
+    # Files such as `config.yaml` do not grow.
+    growing = [size for path, size in sizes.items() if path == folder / RECORD or path.name.startswith("events.out")]
+    constant = sum(sizes.values()) - sum(saved) - sum(growing)
+    return sum(sizes.values()), checkpoints + states + constant + round(logs + results)
+
+
+def _duration(seconds: float) -> str:
+    """Return a duration as text.
+
+    Example:
+        >>> _duration(42.4), _duration(90), _duration(7260)
+        ('42 s', '2 min', '2.0 h')
+    """
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"
