@@ -208,23 +208,23 @@ def line_widths(names: Sequence[str], rows: Points, x: str = "round") -> list[in
     values = [row["value"] for row in rows if np.isfinite(row["value"])]
     tolerance = 0.005 * (max(values) - min(values)) if values else 0.0
     segments: dict[str, dict[Any, tuple[float, float]]] = {name: {} for name in names}
-    before: dict[Any, tuple[Any, float]] = {}
+    previous_points: dict[Any, tuple[Any, float]] = {}
     for row in rows:
-        place = (row["line"], row.get("panel"), row.get("view"))
-        if place in before:
-            start, value = before[place]
-            segments[row["line"]][(*place[1:], start, row[x])] = (value, row["value"])
-        before[place] = (row[x], row["value"])
+        key = (row["line"], row.get("panel"), row.get("view"))
+        if key in previous_points:
+            start, value = previous_points[key]
+            segments[row["line"]][(*key[1:], start, row[x])] = (value, row["value"])
+        previous_points[key] = (row[x], row["value"])
     widths: dict[str, int] = {}
     for name in reversed(names):
         covering = [
             widths[other]
             for other in widths
             if any(
-                abs(ends[0] - segments[other][place][0]) <= tolerance
-                and abs(ends[1] - segments[other][place][1]) <= tolerance
-                for place, ends in segments[name].items()
-                if place in segments[other]
+                abs(ends[0] - segments[other][key][0]) <= tolerance
+                and abs(ends[1] - segments[other][key][1]) <= tolerance
+                for key, ends in segments[name].items()
+                if key in segments[other]
             )
         ]
         widths[name] = 2 + max(covering, default=0)

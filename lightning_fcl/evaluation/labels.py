@@ -23,9 +23,9 @@ _OFFSET, _LETTER_WIDTH = 8, 6.5
 _LONGEST_NAME = 30
 
 
-def chart_height(num_labels: int, least: int) -> int:
-    """Return the height of a chart in pixels that has space for all labels, at least ``least``."""
-    return max(least, LINE_HEIGHT * num_labels)
+def chart_height(num_labels: int, min_height: int) -> int:
+    """Return the height of a chart in pixels that has space for all labels, at least ``min_height``."""
+    return max(min_height, LINE_HEIGHT * num_labels)
 
 
 def shorten_names(names: Sequence[str]) -> dict[str, str]:
@@ -40,7 +40,9 @@ def shorten_names(names: Sequence[str]) -> dict[str, str]:
     """
     if max(map(len, names), default=0) <= _LONGEST_NAME:
         return {name: name for name in names}
-    prefix = "".join(letters[0] for letters in takewhile(lambda of: len({*of}) == 1, zip(*names, strict=False)))
+    prefix = "".join(
+        letters[0] for letters in takewhile(lambda letters: len({*letters}) == 1, zip(*names, strict=False))
+    )
     ends = [match.end() for match in re.finditer(r"[-_/, ]+", prefix)] if len(names) > 1 else []
     start = ends[-2] if len(ends) > 1 else 0
     half = _LONGEST_NAME // 2 - 1
@@ -107,27 +109,30 @@ class PointLabels:
         ends = [math.log(end) for end in self.x_range] if self.log else self.x_range
         middle = math.exp(sum(ends) / 2) if self.log else sum(ends) / 2
         names = base.encode(y=label, text=f"{self.name}:N")
-        right = names.transform_filter(f"datum.{self.x} <= {middle}").mark_text(align="left", dx=_OFFSET)
-        left = names.transform_filter(f"datum.{self.x} > {middle}").mark_text(align="right", dx=-_OFFSET)
+        right_labels = names.transform_filter(f"datum.{self.x} <= {middle}").mark_text(align="left", dx=_OFFSET)
+        left_labels = names.transform_filter(f"datum.{self.x} > {middle}").mark_text(align="right", dx=-_OFFSET)
         lines = base.mark_rule(color="#cccccc").encode(y=point, y2="label:Q")
-        return [lines, *(layer.encode(color=alt.value("#888888")) for layer in (right, left))]
+        return [lines, *(layer.encode(color=alt.value("#888888")) for layer in (right_labels, left_labels))]
 
     def set_heights(self, rows: Points) -> None:
         """Set the entry ``field`` of each point."""
-        wanted = sorted(((self._box(row), number) for number, row in enumerate(rows)), key=lambda entry: entry[0][2])
-        boxes = _move_down([box for box, _ in wanted])
-        if any(at > self.height for _, _, at in boxes):
+        numbered_boxes = sorted(
+            ((self._box(row), number) for number, row in enumerate(rows)), key=lambda entry: entry[0][2]
+        )
+        boxes = _move_down([box for box, _ in numbered_boxes])
+        if any(height > self.height for _, _, height in boxes):
             # Move labels up from the bottom of the chart.
-            flipped = [(left, right, max(0.0, self.height - at)) for left, right, at in reversed(boxes)]
-            boxes = [(left, right, self.height - at) for left, right, at in reversed(_move_down(flipped))]
-        for (_, number), (_, _, at) in zip(wanted, boxes, strict=True):
-            rows[number][self.field] = at
+            flipped_boxes = [(start, end, max(0.0, self.height - height)) for start, end, height in reversed(boxes)]
+            boxes = [(start, end, self.height - height) for start, end, height in reversed(_move_down(flipped_boxes))]
+        for (_, number), (_, _, height) in zip(numbered_boxes, boxes, strict=True):
+            rows[number][self.field] = height
 
     def _box(self, row: dict[str, float | str]) -> Box:
-        """Return the wanted place of the label of a point: at the height of the point."""
+        """Return the box of a label at the height of its point."""
         (low, high), value = self.y_range, float(row[self.y])
-        start, end, at = (math.log(x) if self.log else x for x in (*self.x_range, float(row[self.x])))
-        x, length = self.width * (at - start) / (end - start), _OFFSET + _LETTER_WIDTH * len(str(row[self.name]))
+        start, end, position = (math.log(x) if self.log else x for x in (*self.x_range, float(row[self.x])))
+        x = self.width * (position - start) / (end - start)
+        length = _OFFSET + _LETTER_WIDTH * len(str(row[self.name]))
         height = self.height * (high - value) / (high - low)
         return (x, x + length, height) if x <= self.width / 2 else (x - length, x, height)
 
@@ -138,11 +143,11 @@ def _move_down(boxes: Sequence[Box]) -> list[Box]:
     Args:
         boxes: Boxes in ascending order of their heights.
     """
-    moved: list[Box] = []
-    for left, right, wanted in boxes:
-        at = wanted
-        for other in sorted(height for start, end, height in moved if start < right and left < end):
-            if abs(other - at) < LINE_HEIGHT:
-                at = other + LINE_HEIGHT
-        moved.append((left, right, at))
-    return moved
+    result: list[Box] = []
+    for left_edge, right_edge, height in boxes:
+        new_height = height
+        for other in sorted(middle for start, end, middle in result if start < right_edge and left_edge < end):
+            if abs(other - new_height) < LINE_HEIGHT:
+                new_height = other + LINE_HEIGHT
+        result.append((left_edge, right_edge, new_height))
+    return result

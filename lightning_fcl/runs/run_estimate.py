@@ -7,13 +7,12 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import lightning.pytorch as L
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-from lightning_fcl.data.trainer_access import find_stream, get_callbacks, require_stream
+from lightning_fcl.data.trainer_access import get_callbacks, require_stream
 from lightning_fcl.evaluation.results import RECORD
 from lightning_fcl.evaluation.summary import format_value
 from lightning_fcl.federation.protocols import find_federation
@@ -31,32 +30,6 @@ _RESULT_FACTOR = 6
 """Size of the files with results, relative to the size of the record, which these files contain in several forms."""
 
 
-@dataclass(frozen=True)
-class RunEstimate:
-    """The estimated length of a fit.
-
-    Args:
-        seconds: Time left in seconds.
-        communication: Bytes that all clients upload and download in all rounds. None in a resumed fit.
-        disk: Bytes of all files of the run at its end.
-        written: Bytes of the files of the run so far.
-    """
-
-    seconds: float
-    communication: float | None
-    disk: int
-    written: int
-
-    @property
-    def text(self) -> str:
-        """The estimate as one line."""
-        communication = (
-            "" if self.communication is None else f"{format_value(self.communication, 'B')} of communication, "
-        )
-        disk = f"{format_value(self.disk, 'B')} on disk"
-        return f"Estimate: about {_duration(self.seconds)} left, in total {communication}{disk}"
-
-
 class PrintEstimate(Callback):
     """A callback that prints an estimate after the first round of a fit, and warns if the disk is too small.
 
@@ -69,55 +42,65 @@ class PrintEstimate(Callback):
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._folder, self._clock = folder, clock
-        self._first, self._started = 0, 0.0
+        self._first_round, self._start_time = 0, 0.0
+        # Number of clients and number of samples that are expected in each round, from the first round of the fit.
+        self._clients: list[int] = []
+        self._samples: list[int] = []
         # Bytes that all clients transmitted in the first round, until the estimate is printed.
         self._transmitted: int | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._first, self._transmitted = trainer.current_epoch, None
+        self._first_round, self._transmitted = trainer.current_epoch, None
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if trainer.current_epoch == self._first:
-            self._started = self._clock()
-        # The last step of a round saves the checkpoint. Its size is known at the start of the second round.
-        federation, transmitted, self._transmitted = find_federation(trainer), self._transmitted, None
-        bar = trainer.progress_bar_callback
-        is_shown = bar is not None and getattr(bar, "is_enabled", True) and trainer.is_global_zero
-        if transmitted is None or not is_shown or not isinstance(federation, Federation):
+        progress_bar, federation = trainer.progress_bar_callback, find_federation(trainer)
+        is_shown = progress_bar is not None and getattr(progress_bar, "is_enabled", True) and trainer.is_global_zero
+        if not is_shown or not isinstance(federation, Federation):
             return
-        estimate = self._estimate(trainer, federation, self._clock() - self._started, transmitted)
-        print(estimate.text, file=sys.stderr, flush=True)
-        needed, free = estimate.disk - estimate.written, shutil.disk_usage(self._folder).free
-        if needed > free:
-            log.warning(
-                "The run needs about %s more disk space in %s, but only %s is free. Free disk space, or save fewer "
-                "checkpoints.",
-                format_value(needed, "B"),
-                self._folder,
-                format_value(free, "B"),
-            )
+        if trainer.current_epoch == self._first_round:
+            self._read_plan(trainer, federation)
+            self._start_time = self._clock()
+        # The last step of a round saves the checkpoint. Its size is known at the start of the second round.
+        elif self._transmitted is not None:
+            self._print(trainer, federation, self._transmitted)
+            self._transmitted = None
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         federation = find_federation(trainer)
-        if federation is not None and find_stream(trainer) is not None and trainer.current_epoch == self._first:
+        if federation is not None and trainer.current_epoch == self._first_round:
             record = federation.server.record
             self._transmitted = sum(record.upload_bytes.values()) + sum(record.download_bytes.values())
 
-    def _estimate(self, trainer: L.Trainer, federation: Federation, seconds: float, transmitted: int) -> RunEstimate:
-        plan, participation, first = require_stream(trainer).plan, federation.participation, self._first
-        rounds = min(trainer.max_epochs or 0, plan.num_rounds)
-        trained = [participation.expected_clients(plan, round_idx) for round_idx in range(first, rounds)]
-        samples = [
-            sum(len(plan.train[round_idx][client]) for client in clients)
-            for round_idx, clients in enumerate(trained, first)
-        ]
-        written, disk = estimate_disk(trainer, federation, self._folder, rounds)
-        return RunEstimate(
-            seconds=seconds * sum(samples[1:]) / max(samples[0], 1),
-            communication=transmitted * sum(map(len, trained)) / max(len(trained[0]), 1) if first == 0 else None,
-            disk=disk,
-            written=written,
+    def _read_plan(self, trainer: L.Trainer, federation: Federation) -> None:
+        """Store the expected clients and samples. On a simulated clock, the clients of past rounds are not known."""
+        plan = require_stream(trainer).plan
+        self._clients, self._samples = [], []
+        for round_idx in range(self._first_round, min(trainer.max_epochs or 0, plan.num_rounds)):
+            clients = federation.participation.expected_clients(plan, round_idx)
+            self._clients.append(len(clients))
+            self._samples.append(sum(len(plan.train[round_idx][client]) for client in clients))
+
+    def _print(self, trainer: L.Trainer, federation: Federation, transmitted: int) -> None:
+        """Print the estimate, and warn if the disk is too small."""
+        current_size, final_size = estimate_disk(
+            trainer, federation, self._folder, self._first_round + len(self._samples)
         )
+        seconds = (self._clock() - self._start_time) * sum(self._samples[1:]) / max(self._samples[0], 1)
+        communication = ""
+        if self._first_round == 0:  # The earlier rounds of a resumed fit are not in this process.
+            nbytes = transmitted * sum(self._clients) / max(self._clients[0], 1)
+            communication = f"{format_value(nbytes, 'B')} of communication, "
+        totals = f"{communication}{format_value(final_size, 'B')} on disk"
+        print(f"Estimate: about {_duration(seconds)} left, in total {totals}", file=sys.stderr, flush=True)
+        growth, free = final_size - current_size, shutil.disk_usage(self._folder).free
+        if growth > free:
+            log.warning(
+                "The run needs about %s more disk space in %s, but only %s is free. Free disk space, or save fewer "
+                "checkpoints.",
+                format_value(growth, "B"),
+                self._folder,
+                format_value(free, "B"),
+            )
 
 
 def estimate_disk(trainer: L.Trainer, federation: Federation, folder: Path, rounds: int) -> tuple[int, int]:
@@ -137,22 +120,26 @@ def estimate_disk(trainer: L.Trainer, federation: Federation, folder: Path, roun
     stored_clients = [*store]
     state_sizes = [store.nbytes(client) for client in stored_clients[:_SAMPLED_STATES]]
     state_size = sum(state_sizes) / max(len(state_sizes), 1)
-    saved = [size for path, size in sizes.items() if path.suffix == ".ckpt"]
-    final_size = max(saved, default=0) + round(state_size * (num_clients - len(stored_clients)))
+    checkpoint_sizes = [size for path, size in sizes.items() if path.suffix == ".ckpt"]
+    final_size = max(checkpoint_sizes, default=0) + round(state_size * (num_clients - len(stored_clients)))
     num_kept = 0
     for callback in get_callbacks(trainer):
         if isinstance(callback, ModelCheckpoint):
             num_best = rounds if callback.save_top_k == -1 else min(callback.save_top_k, rounds)
             num_kept += num_best + bool(callback.save_last)
     # A checkpoint is written before the checkpoint that it replaces is deleted.
-    checkpoints = max((num_kept + 1) * final_size, sum(saved)) if saved and num_kept else sum(saved)
+    checkpoints = (
+        max((num_kept + 1) * final_size, sum(checkpoint_sizes))
+        if checkpoint_sizes and num_kept
+        else sum(checkpoint_sizes)
+    )
     states = 0 if store.is_in_memory else round(state_size * num_clients)
     scale = rounds / (trainer.current_epoch or 1)
     logs = sum(size for path, size in sizes.items() if path.name.startswith("events.out")) * scale
     results = sizes.get(folder / RECORD, 0) * scale * _RESULT_FACTOR + _REPORT_BYTES
     # Files such as `config.yaml` do not grow.
     growing = [size for path, size in sizes.items() if path == folder / RECORD or path.name.startswith("events.out")]
-    constant = sum(sizes.values()) - sum(saved) - sum(growing)
+    constant = sum(sizes.values()) - sum(checkpoint_sizes) - sum(growing)
     return sum(sizes.values()), checkpoints + states + constant + round(logs + results)
 
 

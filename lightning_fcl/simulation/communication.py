@@ -77,14 +77,14 @@ def forecast_communication(federation: Federation, rounds: int) -> Communication
     if not len(uploads):
         return None
     uncounted = _uncounted_methods(federation)
-    once = server.sent_once.missing_bytes(client.client_id)
+    once_nbytes = server.sent_once.missing_bytes(client.client_id)
     variable = {name: of for name, of in server.reductions.items() if not of.has_static_size and name in state}
     sparse = {str(of) for name, of in variable.items() if name not in server.extra_tensors}
     return CommunicationForecast(
         upload=uploads.nbytes()[0] - _variable_upload(uploads, variable),
-        download=server.record.download_bytes[client.client_id] - once - _variable_download(server, variable),
+        download=server.record.download_bytes[client.client_id] - once_nbytes - _variable_download(server, variable),
         # Tensors that a method sends once change with the experiences.
-        once=0 if uncounted else once,
+        once=0 if uncounted else once_nbytes,
         trainings=sum(map(len, trained)),
         clients=len({name for names in trained for name in names}),
         uncounted=(*uncounted, *sorted(sparse), *(type(one).__name__ for one in server.pipeline.exchanges)),

@@ -8,7 +8,7 @@ import lightning.pytorch as L
 import pytest
 from lightning.pytorch.callbacks import Callback
 
-from lightning_fcl import Classifier, FederatedStrategy, FederatedStream
+from lightning_fcl import Classifier, ClientSpeeds, FedBuff, FederatedStrategy, FederatedStream
 from lightning_fcl.callbacks import ContinualMetrics, FederatedProgressBar
 from lightning_fcl.cli.main import main
 from lightning_fcl.data.partition import Dirichlet
@@ -79,6 +79,12 @@ def test_print_estimate_time_equals_time_of_the_planned_samples(tmp_path, quiet,
     record = metrics.record["rounds"]
     total = sum(sum(entry[way].values()) for entry in record for way in ("upload_bytes", "download_bytes"))
     assert to_number(transmitted, SIZES) == pytest.approx(total, rel=0.01)
+
+
+def test_print_estimate_on_a_simulated_clock_is_printed(tmp_path, quiet, capfd):
+    synchronization = FedBuff(ClientSpeeds(0.01), 2)
+    fit(tmp_path / "run", quiet, [PrintEstimate(tmp_path / "run")], synchronization=synchronization)
+    assert len(estimates(capfd.readouterr().err)) == 1
 
 
 def test_print_estimate_full_disk_warns_once(tmp_path, quiet, capfd, caplog, monkeypatch):

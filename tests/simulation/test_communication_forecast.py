@@ -1,11 +1,13 @@
 """Tests of the forecast of the communication: it equals the record of a fit, or is a lower bound that says so."""
 
+from functools import partial
+
 import lightning.pytorch as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from lightning_fcl import Classifier, ClientSpeeds, FederatedStrategy, FederatedStream, RidgeClassifier
+from lightning_fcl import Classifier, ClientSpeeds, FedBuff, FederatedStrategy, FederatedStream, RidgeClassifier
 from lightning_fcl.callbacks import ContinualMetrics
 from lightning_fcl.cli.main import main
 from lightning_fcl.conformance.fixtures import make_stream, make_task, train
@@ -124,9 +126,10 @@ def test_forecast_of_sparse_uploads_names_the_reduction():
     assert forecast.total_upload <= sums[0] and forecast.total_download <= sums[1]
 
 
-def test_forecast_on_a_simulated_clock_is_not_fixed():
-    forecast, _ = forecast_and_record(synchronization=Deadline(ClientSpeeds(0.01), 1000.0))
-    assert not forecast.fixed
+@pytest.mark.parametrize("kind", [partial(Deadline, timeout=1000.0), partial(FedBuff, buffer_size=2)])
+def test_forecast_on_a_simulated_clock_is_not_fixed(kind):
+    forecast, _ = forecast_and_record(synchronization=kind(ClientSpeeds(0.01)))
+    assert not forecast.fixed and forecast.upload == forecast.download == 1488
 
 
 def test_forecast_does_not_change_a_later_fit_of_the_same_objects():
