@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import lightning.pytorch as L
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
+from lightning_fcl.callbacks import ContinualMetrics
 from lightning_fcl.data.trainer_access import get_callbacks, require_stream
 from lightning_fcl.evaluation.results import RECORD
 from lightning_fcl.evaluation.summary import format_value
@@ -26,8 +28,8 @@ _REPORT_BYTES = 1_000_000
 _SAMPLED_STATES = 100
 """Largest number of client states whose sizes are read."""
 
-_RESULT_FACTOR = 6
-"""Size of the files with results, relative to the size of the record, which these files contain in several forms."""
+_RESULT_FACTOR = 4
+"""Size of the files with results, relative to the record, which these files contain in several forms."""
 
 
 class PrintEstimate(Callback):
@@ -136,9 +138,11 @@ def estimate_disk(trainer: L.Trainer, federation: Federation, folder: Path, roun
     states = 0 if store.is_in_memory else round(state_size * num_clients)
     scale = rounds / (trainer.current_epoch or 1)
     logs = sum(size for path, size in sizes.items() if path.name.startswith("events.out")) * scale
-    results = sizes.get(folder / RECORD, 0) * scale * _RESULT_FACTOR + _REPORT_BYTES
+    metrics = [callback for callback in get_callbacks(trainer) if isinstance(callback, ContinualMetrics)]
+    record_size = sum(len(json.dumps(one.record["rounds"])) for one in metrics)
+    results = record_size * scale * _RESULT_FACTOR + _REPORT_BYTES
     # Files such as `config.yaml` do not grow.
-    growing = [size for path, size in sizes.items() if path == folder / RECORD or path.name.startswith("events.out")]
+    growing = [size for path, size in sizes.items() if path.name == RECORD or path.name.startswith("events.out")]
     constant = sum(sizes.values()) - sum(checkpoint_sizes) - sum(growing)
     return sum(sizes.values()), checkpoints + states + constant + round(logs + results)
 
