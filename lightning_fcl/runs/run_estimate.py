@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import shutil
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import mean
 
 import lightning.pytorch as L
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
@@ -24,6 +26,9 @@ log = logging.getLogger(__name__)
 
 _REPORT_BYTES = 1_000_000
 """Size of the scripts in ``report.html``."""
+
+_SAMPLED_ROUNDS = 100
+"""Largest number of rounds whose clients are drawn."""
 
 _SAMPLED_STATES = 100
 """Largest number of client states whose sizes are read."""
@@ -45,7 +50,8 @@ class PrintEstimate(Callback):
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._folder, self._clock = folder, clock
         self._first_round, self._start_time = 0, 0.0
-        # Number of clients and number of samples that are expected in each round, from the first round of the fit.
+        # Number of clients and number of samples that are expected in some rounds, starting with the fit's first round.
+        self._num_rounds = 0
         self._clients: list[int] = []
         self._samples: list[int] = []
         # Bytes that all clients transmitted in the first round, until the estimate is printed.
@@ -74,10 +80,14 @@ class PrintEstimate(Callback):
             self._transmitted = sum(record.upload_bytes.values()) + sum(record.download_bytes.values())
 
     def _read_plan(self, trainer: L.Trainer, federation: Federation) -> None:
-        """Store the expected clients and samples. On a simulated clock, the clients of past rounds are not known."""
+        """Store the numbers of expected clients and samples of some rounds, because drawing clients takes time.
+
+        On a simulated clock, the clients of past rounds are not known.
+        """
         plan = require_stream(trainer).plan
-        self._clients, self._samples = [], []
-        for round_idx in range(self._first_round, min(trainer.max_epochs or 0, plan.num_rounds)):
+        rounds = range(self._first_round, min(trainer.max_epochs or 0, plan.num_rounds))
+        self._num_rounds, self._clients, self._samples = len(rounds), [], []
+        for round_idx in rounds[:: math.ceil(len(rounds) / _SAMPLED_ROUNDS) or 1]:
             clients = federation.participation.expected_clients(plan, round_idx)
             self._clients.append(len(clients))
             self._samples.append(sum(len(plan.train[round_idx][client]) for client in clients))
@@ -85,12 +95,13 @@ class PrintEstimate(Callback):
     def _print(self, trainer: L.Trainer, federation: Federation, transmitted: int) -> None:
         """Print the estimate, and warn if the disk is too small."""
         current_size, final_size = estimate_disk(
-            trainer, federation, self._folder, self._first_round + len(self._samples)
+            trainer, federation, self._folder, self._first_round + self._num_rounds
         )
-        seconds = (self._clock() - self._start_time) * sum(self._samples[1:]) / max(self._samples[0], 1)
+        num_first_samples, num_samples = self._samples[0], self._num_rounds * mean(self._samples)
+        seconds = (self._clock() - self._start_time) * (num_samples - num_first_samples) / max(num_first_samples, 1)
         communication = ""
         if self._first_round == 0:  # The earlier rounds of a resumed fit are not in this process.
-            nbytes = transmitted * sum(self._clients) / max(self._clients[0], 1)
+            nbytes = transmitted * self._num_rounds * mean(self._clients) / max(self._clients[0], 1)
             communication = f"{format_value(nbytes, 'B')} of communication, "
         totals = f"{communication}{format_value(final_size, 'B')} on disk"
         print(f"Estimate: about {_duration(seconds)} left, in total {totals}", file=sys.stderr, flush=True)

@@ -81,6 +81,22 @@ def test_print_estimate_time_equals_time_of_the_planned_samples(tmp_path, quiet,
     assert to_number(transmitted, SIZES) == pytest.approx(total, rel=0.01)
 
 
+def test_print_estimate_draws_clients_of_a_limited_number_of_rounds(tmp_path, quiet, capfd, monkeypatch):
+    monkeypatch.setattr("lightning_fcl.runs.run_estimate._SAMPLED_ROUNDS", 3)
+    clock, times = Clock(), []
+
+    class FirstRound(Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            times.append(clock.seconds)
+
+    estimate = PrintEstimate(tmp_path / "run", clock)
+    fit(tmp_path / "run", quiet, [clock, estimate, FirstRound()])
+    assert len(estimate._samples) == 3
+    # The rounds 0, 2 and 4 are one of the two equal rounds of each experience.
+    ((seconds, *_),) = estimates(capfd.readouterr().err)
+    assert to_number(seconds, SECONDS) == pytest.approx(clock.seconds - times[1], rel=0.05, abs=0.5)
+
+
 def test_print_estimate_on_a_simulated_clock_is_printed(tmp_path, quiet, capfd):
     synchronization = FedBuff(ClientSpeeds(0.01), 2)
     fit(tmp_path / "run", quiet, [PrintEstimate(tmp_path / "run")], synchronization=synchronization)
