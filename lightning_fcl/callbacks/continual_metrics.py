@@ -15,16 +15,9 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_fcl.callbacks.client_models import ClientSelection, check_selection, is_selected, iterate_client_models
 from lightning_fcl.callbacks.client_values import log_round
-from lightning_fcl.callbacks.evaluator import (
-    Counts,
-    Evaluator,
-    StepEvaluator,
-    Values,
-    evaluation_groups,
-    is_evaluated_by_step,
-    samples_of_split,
-)
+from lightning_fcl.callbacks.evaluator import Counts, Evaluator, Values, evaluation_groups, samples_of_split
 from lightning_fcl.callbacks.run_tracking import log_final_metrics, log_method
+from lightning_fcl.callbacks.step_evaluator import StepEvaluator, is_evaluated_by_step
 from lightning_fcl.callbacks.weight_averaging import averaged_weights
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.scenarios import Plan

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_fcl.callbacks.client_models import ClientSelection, check_selection, is_selected, iterate_client_models
-from lightning_fcl.callbacks.evaluator import Evaluator, is_evaluated_by_step, samples_of_split, to_predictions
+from lightning_fcl.callbacks.evaluator import Evaluator, samples_of_split, to_predictions
+from lightning_fcl.callbacks.step_evaluator import is_evaluated_by_step
 from lightning_fcl.callbacks.weight_averaging import averaged_weights
 from lightning_fcl.data.scenarios import IntArray, Plan
 from lightning_fcl.data.stream import FederatedStream
