@@ -162,9 +162,9 @@ def _duration(seconds: float) -> str:
     """Return a duration as text.
 
     Example:
-        >>> _duration(42.4), _duration(90), _duration(7260)
-        ('42 s', '2 min', '2.0 h')
+        >>> _duration(0.2), _duration(42.4), _duration(90), _duration(7260)
+        ('1 s', '42 s', '2 min', '2.0 h')
     """
     if seconds < 60:
-        return f"{seconds:.0f} s"
+        return f"{max(seconds, 1):.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"

@@ -87,7 +87,7 @@ def test_forecast_of_methods_with_constant_sizes_equals_record(methods, settings
         {"max_epochs": 3},
         {"reductions": {"model.head.*": "local"}},
     ],
-    ids=str,
+    ids=lambda settings: ",".join(settings) or "defaults",
 )
 def test_forecast_of_clients_without_samples_equals_record(settings):
     forecast, sums = forecast_and_record((), uneven_stream, **settings)
