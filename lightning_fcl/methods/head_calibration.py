@@ -32,18 +32,20 @@ class Fed3R(Method):
     A client also uploads ``A = Y^T S`` and ``B = S^T S`` of the samples that it has not trained on before. S contains
     the samples' features, computed with the client's model after local training, and a column of ones for the bias. Y
     contains the one-hot classes. The server adds the sums to all earlier sums. If the stream has a base session, the
-    server's sums start with the samples of the base session. Then the server sets the module's last layer to
-    ``A (B + beta I)^-1 / temperature``. Local training continues from this layer (the authors' Fed3R+FT). If a client
-    misses a synchronization, it uploads the sums with its next upload.
+    server's sums start with the samples of the base session. Then the server computes ``W = A (B + beta I)^-1``,
+    divides the weights and the bias of each class by the norm of the class's weights, and sets the module's last layer
+    to the result divided by ``temperature``. Without the division by the norms, a class with few samples would rarely
+    be predicted, because ridge regression gives it small weights. Local training continues from this layer (the
+    authors' Fed3R+FT). If a client misses a synchronization, it uploads the sums with its next upload.
 
-    With a frozen body, the result equals ridge regression on the pooled samples of all clients, for any partition.
-    During local training, frozen batch normalization layers use the server's statistics. In the paper, the body is
+    With a frozen body, W equals ridge regression on the pooled samples of all clients, for any partition. During
+    local training, frozen batch normalization layers use the server's statistics. In the paper, the body is
     frozen while clients compute the sums.
 
     Args:
         beta: Regularization strength, at least 0.
-        temperature: Divisor of the ridge solution, above 0. The targets of ridge regression are 1 for the class of a
-            sample and 0 for other classes. Without the division, a softmax of the outputs is almost uniform.
+        temperature: Divisor of the normalized solution, above 0. The divisor does not change the predicted classes. It
+            sets the scale of the outputs from which local training continues.
 
     Raises:
         ValueError: If an argument is out of range, the Trainer does not use ``strategy="federated"``, or the stream's
@@ -108,7 +110,10 @@ class Fed3R(Method):
         # The last element of B is the number of samples. If it has not changed, no client uploaded new samples.
         if sums["B"][-1] == strip_prefix(server.previous_state, self.section_name)["B"][-1]:
             return {}
-        solution = solve(sums["A"], unpack_upper(sums["B"], sums["A"].shape[1]), self.beta) / self.temperature
+        solution = solve(sums["A"], unpack_upper(sums["B"], sums["A"].shape[1]), self.beta)
+        norms = solution[:, :-1].norm(dim=1, keepdim=True)
+        # Classes without samples have the norm 0.
+        solution = solution / (norms.where(norms > 0, 1e-6) * self.temperature)
         return {weight: solution[:, :-1], bias: solution[:, -1]}
 
     @staticmethod

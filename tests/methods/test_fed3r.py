@@ -8,7 +8,8 @@ from raising import raises
 
 from lightning_fcl import FederatedStream, Swarm
 from lightning_fcl.callbacks import Fed3R
-from lightning_fcl.data.scenarios import ODFCLScenario
+from lightning_fcl.data.scenarios import DomainIncremental, ODFCLScenario
+from lightning_fcl.data.split import Split
 from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.methods.head_calibration import last_layer
 
@@ -30,11 +31,16 @@ def layer_of(task):
 
 
 def expected_of(task, stream, rounds, beta=1.0, temperature=0.1, base=()):
-    """Return the ridge solution on the samples of ``base`` and of the given rounds, divided by the temperature."""
+    """Return the classifier of the samples of ``base`` and of the given rounds.
+
+    It is the ridge solution, divided by the norm of each class's weights and by the temperature.
+    """
     own = [np.asarray(base, dtype=np.int64), *(part for r in rounds for part in stream.plan.train[r].values())]
     x, y = stream.get_samples(np.concatenate(own))
     with torch.no_grad():
-        return ridge(task.embed(x).numpy(), y.numpy(), task.num_classes, beta) / temperature
+        solution = ridge(task.embed(x).numpy(), y.numpy(), task.num_classes, beta)
+    norms = np.linalg.norm(solution[:, :-1].numpy(), axis=1, keepdims=True)
+    return solution / torch.from_numpy(np.where(norms > 0, norms, 1.0)) / temperature
 
 
 class Layers(Callback):
@@ -56,6 +62,33 @@ def test_fed3r_layer_equals_pooled_ridge_regression(fit, make_stream, make_task,
     first, both = (expected_of(task, stream, rounds, 0.3, 0.2) for rounds in ([0], [0, 3]))
     for found, wanted in zip(layers.kept, [first] * 3 + [both] * 3, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("owners", ["one client", "equal", "by class"])
+def test_fed3r_unequal_classes_predictions_equal_normalized_ridge(fit, make_task, owners):
+    """The number of samples of class k is 480 / k^3. The predictions do not depend on the owners of the samples."""
+    generator = np.random.default_rng(0)
+    y = np.repeat(np.arange(4), [480, 60, 18, 8])
+    x = (generator.normal(size=(len(y), 6)) + 0.8 * np.eye(6)[y]).astype(np.float32)
+    owner = {"one client": 0 * y, "equal": generator.integers(0, 3, len(y)), "by class": np.minimum(y, 2)}[owners]
+    words = {"scenario": DomainIncremental(rounds_per_experience=1), "split": Split(test=0.0), "seed": 0}
+    stream = FederatedStream.from_arrays(x, y, owner, 0 * y, batch_size=16, **words)
+    task = make_task(still)
+    fit(task, stream, [Fed3R(beta=0.5)])
+    trial = torch.from_numpy(generator.normal(size=(500, 6)).astype(np.float32))
+    with torch.no_grad():
+        features, trial_features = (task.embed(one).numpy().astype(np.float64) for one in (torch.from_numpy(x), trial))
+        predictions = task(trial).argmax(dim=1).numpy()
+    states = np.concatenate([features, np.ones((len(y), 1))], axis=1)
+    solution = np.linalg.solve(states.T @ states + 0.5 * np.eye(states.shape[1]), states.T @ np.eye(4)[y]).T
+    plain, normalized = (
+        trial_features @ rows[:, :-1].T + rows[:, -1]
+        for rows in (solution, solution / np.linalg.norm(solution[:, :-1], axis=1, keepdims=True))
+    )
+    # Outputs closer than this differ by rounding.
+    gap = np.diff(np.sort(normalized, axis=1)[:, -2:], axis=1)[:, 0] > 1e-4
+    assert (predictions == normalized.argmax(axis=1))[gap].all() and gap.mean() > 0.9
+    assert (normalized.argmax(axis=1) > 0).sum() > (plain.argmax(axis=1) > 0).sum()
 
 
 def test_fed3r_layer_is_trained_and_recomputed_per_experience(fit, make_stream, make_task):
