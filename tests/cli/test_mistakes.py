@@ -156,7 +156,7 @@ OTHERS = [
         "fit quickstart project/module.yaml",
         "No module named 'in_project'. Run the command in project, which contains in_project.py",
     ),
-    ("reproduce flwff", '"leaderboard", "odfcl" or "ucihar-reservoir" but got "flwff". Did you mean flwf?'),
+    ("reproduce flwff", "or the path of a file with rows, but got flwff. Did you mean flwf?"),
     ("reproduce flwf --rows 'CL-FT, NoRow'", 'but got "NoRow"'),
     ("reproduce flwf --rows FLwF2T", "Did you mean FLwF-2T?"),
     ("reproduce flwf --seeds 0", "Expected `seeds` to be at least 1 but got 0"),
