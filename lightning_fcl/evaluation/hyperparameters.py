@@ -55,11 +55,13 @@ def list_hyperparameters(config: Mapping[str, Any]) -> list[Hyperparameter]:
     trainer = config.get("trainer") or {}
     limits = {name: trainer.get(name) for name in _TRAINER if trainer.get(name) != _UNLIMITED.get(name)}
     callbacks = [node for node in as_nodes(trainer.get("callbacks")) if class_name(node) not in _OPERATIONAL_CALLBACKS]
-    result = [*_arguments("Trainer", limits, "trainer"), *_of_nodes(trainer.get("strategy"), "strategy")]
-    result += _of_nodes(callbacks, "callbacks")
+    result = [*_arguments("Trainer", limits, "trainer"), *_object_arguments(trainer.get("strategy"), "strategy")]
+    result += _object_arguments(callbacks, "callbacks")
     for section in ("model", "data"):
         content = config.get(section)
-        result += _of_nodes(content, section) if is_node(content) else _arguments(section, content or {}, section)
+        result += (
+            _object_arguments(content, section) if is_node(content) else _arguments(section, content or {}, section)
+        )
     return result
 
 
@@ -108,7 +110,7 @@ def to_text(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _of_nodes(value: object, path: str, argument: str = "") -> Iterator[Hyperparameter]:
+def _object_arguments(value: object, path: str, argument: str = "") -> Iterator[Hyperparameter]:
     """Yield the arguments of the objects in a value of a recipe.
 
     Args:
@@ -143,4 +145,4 @@ def _arguments(owner: str, arguments: Mapping[str, Any], path: str, prefix: str 
         elif value != [] and value != {}:
             yield Hyperparameter(owner, full_name, to_text(value), f"{path}.{full_name}")
     for value, full_name in inner:
-        yield from _of_nodes(value, f"{path}.{full_name}", full_name)
+        yield from _object_arguments(value, f"{path}.{full_name}", full_name)

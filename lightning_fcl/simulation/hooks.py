@@ -142,7 +142,8 @@ class FitHooks(Callback):
         self._hide_left()
         self.logger_steps.show_batches(trainer)
         self._undo_progress = snapshot_progress(trainer)
-        self.logger_steps.show_round(trainer, trainer.current_epoch)  # for callbacks that log when a round starts
+        # Callbacks that log values when a round starts use the round as step.
+        self.logger_steps.show_round(trainer, trainer.current_epoch)
         self.federation.limits.finish_current_round(trainer)
         trainer.reload_dataloaders_every_n_epochs = self.federation.limits.reloads  # type: ignore[attr-defined]
         seed_all(self.federation.seed, "server", trainer.current_epoch)
