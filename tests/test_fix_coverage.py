@@ -22,6 +22,10 @@ TRIED_ELSEWHERE: dict[str, list[str]] = {
     "Create the folder with `mkdir -p ": [
         "tests/cli/test_new.py::test_new_missing_out_is_created_with_command_in_hint",
     ],
+    "such as `--out table.txt`.": ["tests/cli/test_sweep.py::test_out_that_is_a_folder_or_a_file_of_a_run_raises"],
+    "Write an option of the recipe and its values": [
+        "tests/cli/test_sweep.py::test_parse_grid_accepts_the_form_in_the_hint"
+    ],
     "Use another folder for `--out`.": [
         "tests/cli/test_new.py::test_new_out_that_is_a_file_is_avoided_with_other_folder",
     ],

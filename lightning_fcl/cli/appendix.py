@@ -12,6 +12,7 @@ from lightning_fcl.cli.main import Command
 from lightning_fcl.errors import FileConflictError, InvalidValueError
 from lightning_fcl.evaluation.bibliography import BibEntry, find_entries
 from lightning_fcl.evaluation.markup import MARKUPS, TextFormat
+from lightning_fcl.evaluation.results import check_output_file
 from lightning_fcl.io.atomic import write_atomic
 from lightning_fcl.io.reading import read_text
 
@@ -44,6 +45,8 @@ class Appendix(Command):
         from lightning_fcl.runs.run_citations import find_sources
 
         out: Path | None = options.out
+        if out is not None:
+            check_output_file(out)
         if out is not None and out.suffix == _BIBTEX:
             raise InvalidValueError(
                 f"Expected `--out` to be the file of the text, but got {out}. BibTeX is written to a file beside it.",

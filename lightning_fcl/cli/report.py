@@ -8,7 +8,7 @@ from typing import get_args
 
 from lightning_fcl.cli.main import Command
 from lightning_fcl.errors import MissingValueError
-from lightning_fcl.evaluation.results import write_files
+from lightning_fcl.evaluation.results import check_output_file, write_files
 from lightning_fcl.evaluation.table import TableFormat, read_table
 from lightning_fcl.io.atomic import write_atomic
 
@@ -45,6 +45,8 @@ class Report(Command):
                 hint="Add `--table markdown`.",
                 argument="--table",
             )
+        if options.out is not None:
+            check_output_file(options.out)
         runs = find_runs(options.runs)
         if options.table:
             groups = runs_by_name(runs)

@@ -13,8 +13,16 @@ import optuna
 from optuna.exceptions import StorageInternalError
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage, get_storage
 from optuna.storages.journal import JournalFileBackend
+from sqlalchemy import create_engine, inspect
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import ArgumentError, OperationalError, ProgrammingError, SQLAlchemyError
+from sqlalchemy.exc import (
+    ArgumentError,
+    DBAPIError,
+    IntegrityError,
+    OperationalError,
+    ProgrammingError,
+    SQLAlchemyError,
+)
 
 from lightning_fcl.errors import ConnectionFailedError, InvalidValueError, MissingFileError, MissingPackageError
 from lightning_fcl.io.reading import read_text
@@ -55,9 +63,9 @@ def open_storage(text: str) -> BaseStorage:
                 try:
                     # All studies of this process share one cache of trials.
                     return get_storage(RDBStorage(text, engine_kwargs=arguments))
-                except (OperationalError, ProgrammingError) as error:
+                except (OperationalError, ProgrammingError, IntegrityError):
                     # Two processes can create the tables of a new database at the same time.
-                    if "already exists" not in str(error) or attempt == _NUM_ATTEMPTS - 1:
+                    if attempt == _NUM_ATTEMPTS - 1 or not _has_tables(text):
                         raise
                     time.sleep(0.2)
         except ImportError as error:
@@ -77,6 +85,14 @@ def open_storage(text: str) -> BaseStorage:
                 value=url,
             ) from error
     raise AssertionError("the loop returns or raises")
+
+
+def _has_tables(url: str) -> bool:
+    """Return whether a database can be reached and has a table of Optuna."""
+    try:
+        return inspect(create_engine(url)).has_table("studies")
+    except SQLAlchemyError:
+        return False
 
 
 def _open_journal(path: Path) -> JournalStorage:
@@ -134,11 +150,11 @@ def storage_errors(text: str | None) -> Iterator[None]:
     except (StorageInternalError, SQLAlchemyError) as error:
         if isinstance(error, ArgumentError):
             raise
-        cause = error.__cause__ or error
-        # SQLAlchemy appends the statement and a link.
-        reason = str(cause).partition("\n")[0]
+        cause = error.__cause__ if isinstance(error, StorageInternalError) and error.__cause__ else error
+        # SQLAlchemy appends the statement and a link to the error of the driver.
+        reason = one_line((cause.orig or cause) if isinstance(cause, DBAPIError) else cause)
         raise ConnectionFailedError(
-            f"Expected to reach the database {without_password(text or '')}, but got: {reason.rstrip('.')}.",
+            f"Expected to reach the database {without_password(text or '')}, but got: {reason}.",
             hint="Check the URL of `--storage`. A server must accept connections, and the folder of an SQLite file "
             "must exist. Then run the same command again.",
             argument="--storage",

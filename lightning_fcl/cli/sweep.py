@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from yaml import YAMLError
+
 from lightning_fcl.cli.fast_imports import fast_imports
 from lightning_fcl.cli.jobs import (
     Failure,
@@ -88,7 +90,8 @@ def parse_grid(texts: Sequence[str]) -> list[Point]:
             belongs to a value. Without options, the grid has one point without settings.
 
     Raises:
-        InvalidValueError: If a text has no option or no value, or if an option or a value is repeated.
+        InvalidValueError: If a text has no option or no value, if an option or a value is repeated, if the option is
+            the seed, or if a value is not valid YAML.
 
     Example:
         >>> [point.name for point in parse_grid(["data.batch_size=16,32", "model.init_args.optimizer.lr=.1"])]
@@ -98,10 +101,18 @@ def parse_grid(texts: Sequence[str]) -> list[Point]:
     for text in texts:
         option, _, values = text.removeprefix("--").partition("=")
         parts = _split(values)
-        if not option or option in values_by_option or not all(parts) or len(set(parts)) < len(parts):
+        mistakes = {
+            "an option without values": not option or not all(parts),
+            "an option twice": option in values_by_option,
+            "a value twice": len(set(parts)) < len(parts),
+            "the seed": option == "seed_everything",
+            "a value that is not valid YAML": not all(map(_is_yaml, parts)),
+        }
+        for mistake in (what for what, is_made in mistakes.items() if is_made):
             raise InvalidValueError(
-                f"Expected each `--sweep` to be a new option with different values, but got {text!r}.",
-                hint="Write an option of the recipe and its values, as in `--sweep data.batch_size=16,32`.",
+                f"Expected each `--sweep` to be a new option with different values, but got {mistake}: {text!r}.",
+                hint="Write an option of the recipe and its values, as in `--sweep data.batch_size=16,32`. Set the "
+                "seeds with `--seeds`.",
                 argument="--sweep",
                 value=text,
             )
@@ -134,6 +145,14 @@ def _split(text: str) -> list[str]:
         else:
             parts[-1] += letter
     return [part.strip() for part in parts]
+
+
+def _is_yaml(text: str) -> bool:
+    try:
+        _parsed(text)
+    except YAMLError:
+        return False
+    return True
 
 
 def _parsed(text: str) -> Any:
@@ -209,6 +228,7 @@ def run_sweep(
     Raises:
         InvalidStateError: If a run failed. It is raised after all other runs.
         InvalidValueError: If an argument is invalid.
+        MissingValueError: If the recipe has no model.
     """
     check_at_least_one(workers=workers)
     content = recipe.content()
@@ -222,7 +242,9 @@ def run_sweep(
             value=content["ckpt_path"],
         )
     with fast_imports():
+        from lightning_fcl.runs.diagnosis import require_model
         from lightning_fcl.runs.fit import resolve_recipe
+    require_model(content)
     for point in points:  # An invalid setting raises an error before the first run.
         resolve_recipe(point.recipe(recipe))
     out = find_sweep_folder(folder, recipe, points)

@@ -231,6 +231,22 @@ def clear_run(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
+def check_output_file(path: Path) -> None:
+    """Check that ``path``, the value of ``--out``, can be the file of a result.
+
+    Raises:
+        InvalidValueError: If the path is a folder, or a file that a fit has written.
+    """
+    is_run_file = path.name in {CONFIG, *map(str, _WRITTEN)} - {"report.html"} and (path.parent / CONFIG).is_file()
+    if path.is_dir() or is_run_file:
+        raise InvalidValueError(
+            f"Expected `--out` to be a new file, but {path} is {'a file of a run' if is_run_file else 'a folder'}.",
+            hint="Use another name of a file, such as `--out table.txt`.",
+            argument="--out",
+            value=path,
+        )
+
+
 def write_files(folder: str | Path) -> Path:
     """Write ``metrics.json``, ``metrics.csv``, ``report.html`` and ``files.txt`` from ``results.json`` of a run folder.
 

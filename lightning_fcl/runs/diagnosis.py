@@ -66,6 +66,16 @@ def explain_parser_error(
     return InvalidValueError(f"Expected a valid recipe, but got: {one_line(error)}.", code="not-understood")
 
 
+def require_model(content: Mapping[str, Any]) -> None:
+    """Raise MissingValueError if the content of a recipe has no ``model``."""
+    if "model" not in content:
+        raise MissingValueError(
+            "Expected a recipe with a `model`, but got a recipe without a `model`.",
+            hint="Pass a recipe with a model, as in `lightning-fcl fit quickstart`.",
+            argument="model",
+        )
+
+
 class _Diagnosis:
     """A check of a recipe that raises an error at the first value that the parser rejects."""
 
@@ -100,12 +110,8 @@ class _Diagnosis:
                 self._check_value(section, value, self._bases[section], _ANY)
             elif section in _OPTIONS:
                 self._check_value(section, value, _OPTIONS[section], _ANY)
-        if "model" in self._bases and "model" not in content:
-            raise MissingValueError(
-                "Expected a recipe with a `model`, but got a recipe without a `model`.",
-                hint="Pass a recipe with a model, as in `lightning-fcl fit quickstart`.",
-                argument="model",
-            )
+        if "model" in self._bases:
+            require_model(content)
 
     def _check_arguments(self, owner: str, path: str, factory: Callable[..., Any], values: Mapping[str, Any]) -> None:
         """Raise an error if a name or a type is wrong in the arguments of a class or function."""

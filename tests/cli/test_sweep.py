@@ -56,10 +56,50 @@ def test_parse_grid_equal_folder_names_are_numbered():
     assert names == ["0-path=a_b", "1-path=a_b"]
 
 
-@pytest.mark.parametrize("texts", [["lr"], ["lr="], ["=1"], ["lr=1,,2"], ["lr=1,1"], ["lr=1", "lr=2"]])
-def test_parse_grid_invalid_raises(texts):
-    with raises(InvalidValueError, "--sweep", value=texts[-1]):
+@pytest.mark.parametrize(
+    ("texts", "mistake"),
+    [
+        (["lr"], "an option without values"),
+        (["lr="], "an option without values"),
+        (["=1"], "an option without values"),
+        (["lr=1,,2"], "an option without values"),
+        (["lr=1,1"], "a value twice"),
+        (["lr=1", "lr=2"], "an option twice"),
+        (["seed_everything=1,2"], "the seed"),
+        (["alpha=[.1,.2"], "a value that is not valid YAML"),
+    ],
+)
+def test_parse_grid_invalid_raises(texts, mistake):
+    with raises(InvalidValueError, "--sweep", value=texts[-1]) as error_info:
         parse_grid(texts)
+    assert f"but got {mistake}: " in str(error_info.value)
+
+
+def test_parse_grid_accepts_the_form_in_the_hint():
+    assert len(parse_grid(["data.batch_size=16,32"])) == 2
+
+
+def test_fit_seeds_without_a_model_raises_before_first_run(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as exit_info:
+        main(["fit", "--seeds", "2"])
+    assert exit_info.value.code == 2 and "Expected a recipe with a `model`" in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
+    main(["validate", "quickstart"])  # The hint names this recipe.
+
+
+@pytest.mark.parametrize("command", [["report", "--table", "csv"], ["report"], ["appendix"]])
+def test_out_that_is_a_folder_or_a_file_of_a_run_raises(tiny, tmp_path, capsys, command):
+    run = tmp_path / "run"
+    main(["fit", *tiny, "--out", str(run)])
+    files = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    for out in (run, run / "results.json", run / "config.yaml"):
+        with pytest.raises(SystemExit) as exit_info:
+            main([*command, str(run), "--out", str(out)])
+        assert exit_info.value.code == 2 and "Expected `--out` to be a new file" in capsys.readouterr().err
+        assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == files
+    main([*command, str(run), "--out", str(tmp_path / "table.txt")])
+    assert (tmp_path / "table.txt").is_file()
 
 
 def get_record(folder):

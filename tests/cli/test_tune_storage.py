@@ -11,6 +11,7 @@ import optuna
 import pytest
 import yaml
 from optuna.trial import TrialState
+from sqlalchemy.exc import OperationalError
 
 from lightning_fcl.cli import jobs as jobs_module
 from lightning_fcl.cli import study as study_module
@@ -345,7 +346,8 @@ def test_open_storage_other_file_raises_and_keeps_the_file(tmp_path):
 
 def test_storage_errors_names_database_without_password():
     with pytest.raises(ConnectionFailedError) as raised, storage_errors("mysql://me:secret@host/db"):
-        raise optuna.exceptions.StorageInternalError("Lost connection.\n[SQL: secret]")
+        driver_error = OperationalError("SELECT secret", {}, Exception("Lost connection."))
+        raise optuna.exceptions.StorageInternalError("An exception is raised during the commit.") from driver_error
     assert "mysql://me:***@host/db, but got: Lost connection. Check" in str(raised.value)
     assert "secret" not in str(raised.value) and without_password("study.log") == "study.log"
 
