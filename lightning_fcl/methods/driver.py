@@ -40,6 +40,7 @@ from lightning_fcl.methods.functional import (
     optimized_parameters,
     trainable_parameters,
 )
+from lightning_fcl.methods.hook_results import check_projection
 from lightning_fcl.methods.local_federation import LocalFederation
 from lightning_fcl.methods.projection import flatten, unflatten
 from lightning_fcl.methods.replay_samples import DrawnSamples, join_batch, joins_batches
@@ -274,6 +275,7 @@ class MethodDriver(Callback):
                 continue
             projected = method.project_gradient(client, gradient, make_gradient_fn(pl_module, params))
             if projected is not gradient:
+                check_projection(method, projected, gradient)
                 for name, value in unflatten(projected, gradients).items():
                     gradients[name].copy_(value)
 

@@ -59,7 +59,14 @@ def check_tensors(method: MethodBase, hook: str, value: Mapping[str, Tensor]) ->
             value=value,
         )
     for name, tensor in value.items():
-        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+        if not isinstance(name, str):
+            raise InvalidTypeError(
+                f"Expected `{type(method).__name__}.{hook}` to return tensors by name, but got the key {name!r}.",
+                argument=hook,
+                code=INVALID_HOOK,
+                value=name,
+            )
+        if not isinstance(tensor, Tensor):
             raise InvalidTypeError(
                 f"Expected `{type(method).__name__}.{hook}` to return a dict of tensors, but the entry `{name}` is "
                 f"of type {_type_name(tensor)}.",
@@ -98,6 +105,38 @@ def check_shapes(method: MethodBase, hook: str, value: Mapping[str, Tensor], exp
                 code=INVALID_HOOK,
                 value=tuple(tensor.shape),
             )
+
+
+def check_transformed(method: MethodBase, value: Mapping[str, Tensor], trained_state: State) -> None:
+    """Raise TypeError or ValueError if `transform_upload` did not return all tensors of the client's model."""
+    check_shapes(method, "transform_upload", value, trained_state, "the client's model")
+    if missing := [name for name in trained_state if name not in value]:
+        raise InvalidValueError(
+            f"Expected `{type(method).__name__}.transform_upload` to return all tensors of the client's model, but "
+            f"`{missing[0]}` is missing.",
+            argument="transform_upload",
+            code=INVALID_HOOK,
+            value=missing[0],
+        )
+
+
+def check_projection(method: MethodBase, projected: Tensor, gradient: Tensor) -> None:
+    """Raise TypeError or ValueError if `project_gradient` did not return a vector of the size of the gradient."""
+    if not isinstance(projected, Tensor):
+        raise InvalidTypeError(
+            f"Expected `{type(method).__name__}.project_gradient` to return a tensor, but got {_type_name(projected)}.",
+            argument="project_gradient",
+            code=INVALID_HOOK,
+            value=projected,
+        )
+    if projected.shape != gradient.shape:
+        raise InvalidValueError(
+            f"Expected `{type(method).__name__}.project_gradient` to return a gradient of the shape "
+            f"{tuple(gradient.shape)}, but got the shape {tuple(projected.shape)}.",
+            argument="project_gradient",
+            code=INVALID_HOOK,
+            value=tuple(projected.shape),
+        )
 
 
 def check_penalty(method: MethodBase, penalty: Tensor | float) -> None:

@@ -49,7 +49,7 @@ from lightning_fcl.methods.experience import (
     share_of,
 )
 from lightning_fcl.methods.functional import select_tensors
-from lightning_fcl.methods.hook_results import check_shapes, check_tensors
+from lightning_fcl.methods.hook_results import check_shapes, check_tensors, check_transformed
 from lightning_fcl.rng import derive_seed
 
 
@@ -174,7 +174,9 @@ class MethodRound:
         state = client.state
         for method, memory in zip(self.methods, client.memories, strict=True):
             if overrides_hook(method, "transform_upload") and method.applies_to(client.part):
-                state = method.transform_upload(self.ended(method, client, memory), state)
+                transformed_state = method.transform_upload(self.ended(method, client, memory), state)
+                check_transformed(method, transformed_state, state)
+                state = transformed_state
         return state
 
     def contribute(self, client: LocalRound) -> State:

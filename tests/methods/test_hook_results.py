@@ -38,6 +38,10 @@ def make_method(vectorized=True, **hooks):
         ("process_aggregate", None, InvalidTypeError),
         ("penalty", torch.zeros(1), InvalidValueError),
         ("penalty", None, InvalidTypeError),
+        ("update_client_state", {1: torch.zeros(1)}, InvalidTypeError),
+        ("transform_upload", None, InvalidTypeError),
+        ("transform_upload", {"model.missing": torch.zeros(1)}, UnknownNameError),
+        ("transform_upload", {}, InvalidValueError),
     ],
 )
 def test_hook_invalid_result_raises(fit, make_stream, make_task, hook, value, kind, size):
@@ -48,6 +52,12 @@ def test_hook_invalid_result_raises(fit, make_stream, make_task, hook, value, ki
         value[next(iter(task.state_dict()))] = value.pop("model.weight")
     with raises(kind, hook, code=INVALID_HOOK):
         fit(task, make_stream(num_experiences=1, rounds_per_experience=1), [method], max_vectorized_clients=size)
+
+
+@pytest.mark.parametrize(("value", "kind"), [(None, InvalidTypeError), (torch.zeros(3), InvalidValueError)])
+def test_project_gradient_invalid_result_raises(fit, make_stream, make_task, value, kind):
+    with raises(kind, "project_gradient", code=INVALID_HOOK):
+        fit(make_task(), make_stream(), [make_method(vectorized=False, project_gradient=value)])
 
 
 def test_hook_valid_results_are_accepted(fit, make_stream, make_task):
