@@ -239,6 +239,8 @@ def _describe_communication(forecast: CommunicationForecast | None, rounds: int)
     if forecast.uncounted:
         names = ", ".join(forecast.uncounted)
         lines["uncounted"] = f"tensors of {names}, because their size is known only during training"
+    if forecast.changing:
+        lines["condition"] = f"{', '.join(forecast.changing)} must not freeze or add parameters after the first round"
     return lines
 
 

@@ -20,6 +20,7 @@ from lightning_fcl.data.trainer_access import get_callbacks, require_stream
 from lightning_fcl.evaluation.results import RECORD
 from lightning_fcl.evaluation.summary import format_value
 from lightning_fcl.federation.protocols import find_federation
+from lightning_fcl.simulation.communication import find_changing, find_uncounted
 from lightning_fcl.simulation.federation import Federation
 
 log = logging.getLogger(__name__)
@@ -102,7 +103,12 @@ class PrintEstimate(Callback):
         communication = ""
         if self._first_round == 0:  # The earlier rounds of a resumed fit are not in this process.
             nbytes = transmitted * self._num_rounds * mean(self._clients) / max(self._clients[0], 1)
-            communication = f"{format_value(nbytes, 'B')} of communication, "
+            participation = federation.participation
+            varies = participation.swarm is not None or participation.synchronization is not None
+            varies |= bool(find_uncounted(federation) or find_changing(trainer))
+            # For example, clients can send more tensors at the end of an experience.
+            condition = " if all rounds are like the first" if varies else ""
+            communication = f"{format_value(nbytes, 'B')} of communication{condition}, "
         totals = f"{communication}{format_value(final_size, 'B')} on disk"
         print(f"Estimate: about {_duration(seconds)} left, in total {totals}", file=sys.stderr, flush=True)
         growth, free = final_size - current_size, shutil.disk_usage(self._folder).free

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import lightning.pytorch as L
+from lightning.pytorch.callbacks import BaseFinetuning, LambdaCallback, ModelPruning
+
 from lightning_fcl.data.client_round import ClientRounds
+from lightning_fcl.data.trainer_access import get_callbacks
 from lightning_fcl.federation.aggregation import frozen_parameters
 from lightning_fcl.federation.reductions import Reduction
 from lightning_fcl.federation.server import FederatedServer
@@ -12,6 +16,9 @@ from lightning_fcl.federation.uploads import Uploads
 from lightning_fcl.methods.base import overrides_hook
 from lightning_fcl.methods.method_round import MethodRound
 from lightning_fcl.simulation.federation import Federation
+
+# Callbacks of Lightning that freeze or change parameters.
+_CHANGING = (BaseFinetuning, LambdaCallback, ModelPruning)
 
 
 @dataclass(frozen=True)
@@ -26,6 +33,8 @@ class CommunicationForecast:
         clients: Number of clients that train in at least one round.
         uncounted: Names of methods, reductions and transforms that transmit tensors whose sizes are not known before
             training. If there are any, the numbers of bytes are lower bounds.
+        changing: Names of classes of other packages that can freeze or add parameters during the fit. If there are any,
+            the numbers of bytes are those of the first round.
         fixed: Whether every client that trains transmits its upload. False in a swarm and on a simulated clock.
     """
 
@@ -35,6 +44,7 @@ class CommunicationForecast:
     trainings: int
     clients: int
     uncounted: tuple[str, ...]
+    changing: tuple[str, ...]
     fixed: bool
 
     @property
@@ -76,19 +86,48 @@ def forecast_communication(federation: Federation, rounds: int) -> Communication
     uploads, *_ = server.encode(ClientRounds.from_rounds([client]), {name: v[None] for name, v in state.items()})
     if not len(uploads):
         return None
-    uncounted = _uncounted_methods(federation)
+    uncounted = find_uncounted(federation)
     once_nbytes = server.sent_once.missing_bytes(client.client_id)
     variable = {name: of for name, of in server.reductions.items() if not of.has_static_size and name in state}
-    sparse = {str(of) for name, of in variable.items() if name not in server.extra_tensors}
     return CommunicationForecast(
         upload=uploads.nbytes()[0] - _variable_upload(uploads, variable),
         download=server.record.download_bytes[client.client_id] - once_nbytes - _variable_download(server, variable),
         # Tensors that a method sends once change with the experiences.
-        once=0 if uncounted else once_nbytes,
+        once=0 if uncounted_methods(federation) else once_nbytes,
         trainings=sum(map(len, trained)),
         clients=len({name for names in trained for name in names}),
-        uncounted=(*uncounted, *sorted(sparse), *(type(one).__name__ for one in server.pipeline.exchanges)),
+        uncounted=uncounted,
+        changing=find_changing(federation.module.trainer),
         fixed=participation.swarm is None and participation.synchronization is None,
+    )
+
+
+def find_uncounted(federation: Federation) -> tuple[str, ...]:
+    """Return the names of methods, reductions and transforms that transmit tensors of unknown sizes.
+
+    The server must have started a round.
+    """
+    server = federation.server
+    sparse = {
+        str(of)
+        for name, of in server.reductions.items()
+        if not of.has_static_size and name in server.state and name not in server.extra_tensors
+    }
+    exchanges = (type(one).__name__ for one in server.pipeline.exchanges)
+    return (*uncounted_methods(federation), *sorted(sparse), *exchanges)
+
+
+def find_changing(trainer: L.Trainer) -> tuple[str, ...]:
+    """Return the names of the module's class and of callbacks' classes that can freeze or add parameters during a fit.
+
+    Clients do not transmit frozen parameters. The classes of this library do not change the parameters, and a few
+    classes of Lightning do.
+    """
+    parts = [trainer.lightning_module, *get_callbacks(trainer)]
+    return tuple(
+        type(part).__name__
+        for part in parts
+        if isinstance(part, _CHANGING) or not type(part).__module__.startswith(("lightning_fcl.", "lightning.pytorch."))
     )
 
 
@@ -102,7 +141,7 @@ def _variable_download(server: FederatedServer, variable: dict[str, Reduction]) 
     return sum(of.upload_nbytes(server.state[name]) for name, of in variable.items() if of.is_downloaded)
 
 
-def _uncounted_methods(federation: Federation) -> list[str]:
+def uncounted_methods(federation: Federation) -> list[str]:
     """Return the names of the methods that transmit tensors whose sizes are not known before training.
 
     These tensors are messages and replies, and tensors of the server state that are sent once or whose sizes depend on

@@ -6,17 +6,20 @@ from collections import namedtuple
 
 import lightning.pytorch as L
 import pytest
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, LambdaCallback
 
-from lightning_fcl import Classifier, ClientSpeeds, FedBuff, FederatedStrategy, FederatedStream
-from lightning_fcl.callbacks import ContinualMetrics, FederatedProgressBar
+from lightning_fcl import Classifier, ClientSpeeds, Deadline, FedBuff, FederatedStrategy, FederatedStream, Swarm
+from lightning_fcl.callbacks import ContinualMetrics, FederatedProgressBar, ICaRL
 from lightning_fcl.cli.main import main
 from lightning_fcl.data.partition import Dirichlet
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.models import MLP
 from lightning_fcl.runs.run_estimate import PrintEstimate
 
-LINE = r"Estimate: about ([\d.]+ \w+) left, in total (?:([\d.]+ \w+) of communication, )?([\d.]+ \w+) on disk"
+LINE = (
+    r"Estimate: about ([\d.]+ \w+) left, in total "
+    r"(?:([\d.]+ \w+) of communication(?: if all rounds are like the first)?, )?([\d.]+ \w+) on disk"
+)
 SIZES = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}
 SECONDS = {"s": 1, "min": 60, "h": 3600}
 
@@ -33,6 +36,9 @@ def estimates(text):
 
 class Clock(Callback):
     """A clock that a round advances by 2 seconds for each training sample of the clients that train."""
+
+    # Callbacks of other packages can change the parameters.
+    __module__ = "lightning_fcl.tests"
 
     def __init__(self):
         self.seconds = 100.0
@@ -95,6 +101,23 @@ def test_print_estimate_draws_clients_of_a_limited_number_of_rounds(tmp_path, qu
     # The rounds 0, 2 and 4 are one of the two equal rounds of each experience.
     ((seconds, *_),) = estimates(capfd.readouterr().err)
     assert to_number(seconds, SECONDS) == pytest.approx(clock.seconds - times[1], rel=0.05, abs=0.5)
+
+
+@pytest.mark.parametrize(
+    ("methods", "settings", "is_conditional"),
+    [
+        ([], {}, False),
+        ([], {"participation": 0.5}, False),
+        ([ICaRL()], {}, True),
+        ([LambdaCallback()], {}, True),
+        ([], {"swarm": Swarm(0.1)}, True),
+        ([], {"synchronization": Deadline(ClientSpeeds(0.01))}, True),
+    ],
+)
+def test_print_estimate_of_varying_sizes_has_condition(tmp_path, quiet, capfd, methods, settings, is_conditional):
+    fit(tmp_path / "run", quiet, [*methods, PrintEstimate(tmp_path / "run")], **settings)
+    (line,) = (line for line in capfd.readouterr().err.splitlines() if line.startswith("Estimate"))
+    assert (" of communication if all rounds are like the first," in line) == is_conditional
 
 
 def test_print_estimate_on_a_simulated_clock_is_printed(tmp_path, quiet, capfd):

@@ -45,6 +45,9 @@ def sgd(parameters):
 
 
 class Forecast(Callback):
+    # Callbacks of other packages can change the parameters.
+    __module__ = "lightning_fcl.tests"
+
     def on_train_epoch_start(self, trainer, pl_module):
         self.result = forecast_communication(trainer.strategy.federation, trainer.max_epochs)
         raise StopFitError
@@ -131,6 +134,35 @@ def test_forecast_of_sparse_uploads_names_the_reduction():
 def test_forecast_on_a_simulated_clock_is_not_fixed(kind):
     forecast, _ = forecast_and_record(synchronization=kind(ClientSpeeds(0.01)))
     assert not forecast.fixed and forecast.upload == forecast.download == 1488
+
+
+def test_forecast_names_parts_that_can_freeze_parameters(quiet):
+    class FreezeBias(Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            pl_module.model[1].bias.requires_grad_(False)
+
+    class OwnClassifier(Classifier):
+        pass
+
+    def fit(callback):
+        stream = FederatedStream("digits", ClassIncremental(2, 1), Dirichlet(4, alpha=0.5), seed=0)
+        trainer = L.Trainer(strategy="federated", callbacks=[FreezeBias(), callback], max_epochs=2, **quiet)
+        trainer.fit(OwnClassifier(MLP([64, 10]), 10, sgd), datamodule=stream)
+
+    forecast, metrics = Forecast(), ContinualMetrics(clients="none")
+    with pytest.raises(StopFitError):
+        fit(forecast)
+    fit(metrics)
+    assert forecast.result.changing == ("OwnClassifier", "FreezeBias")
+    first, second = ({*entry["upload_bytes"].values()} for entry in metrics.record["rounds"])
+    # The bias of 10 float32 values is frozen after the first round.
+    assert first == {forecast.result.upload} and second == {forecast.result.upload - 40}
+
+
+def test_validate_prints_condition_for_callback_of_other_package(capsys):
+    main(["validate", "quickstart", "--trainer.callbacks+=lightning.pytorch.callbacks.LambdaCallback"])
+    said = capsys.readouterr().out
+    assert "condition  LambdaCallback must not freeze or add parameters after the first round" in said
 
 
 def test_forecast_does_not_change_a_later_fit_of_the_same_objects():
