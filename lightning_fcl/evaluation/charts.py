@@ -96,17 +96,19 @@ def client_curves(curves_by_model: Mapping[str, Curve]) -> dict[int, dict[str, f
 def over_seeds(curves: Iterable[FloatArray]) -> Points:
     """Return a point for each round (from 1) with the mean and the standard deviation over seeds, one curve per seed.
 
-    NaN values are left out, and a round without values has no point. With several seeds, ``low`` and ``high`` are one
-    standard deviation below and above the mean.
+    NaN values are left out, and a round without values has no point. ``low`` and ``high`` are one standard deviation
+    below and above the mean. A round with the value of a single seed has no standard deviation: ``std`` is "-".
     """
     seeds, points = [*curves], []
     for position in range(max(map(len, seeds), default=0)):
         values = [curve[position] for curve in seeds if position < len(curve) and np.isfinite(curve[position])]
         if values:
             numbers = seed_statistics(values)
-            mean, std = numbers.mean, numbers.std or 0.0
-            ends = {"low": mean - std, "high": mean + std} if len(seeds) > 1 else {}
-            points.append({"round": position + 1, "value": mean, "std": std, "seeds": numbers.n, **ends})
+            point = {"round": position + 1, "value": numbers.mean, "std": "-", "seeds": numbers.n}
+            if numbers.std is not None:
+                low, high = numbers.mean - numbers.std, numbers.mean + numbers.std
+                point |= {"std": numbers.std, "low": low, "high": high}
+            points.append(point)
     return points
 
 

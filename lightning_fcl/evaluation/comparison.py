@@ -15,7 +15,7 @@ from lightning_fcl.evaluation import charts
 from lightning_fcl.evaluation.charts import COLORS, Chart, Points, Spec, fill_template, responsive_chart
 from lightning_fcl.evaluation.continual import FloatArray
 from lightning_fcl.evaluation.curves import curves
-from lightning_fcl.evaluation.labels import PointLabels, axis_range, chart_height, shorten_names
+from lightning_fcl.evaluation.labels import axis_range, shorten_names
 from lightning_fcl.evaluation.metrics import AVERAGE_ACCURACY, FORGETTING, find_metric, overall_metrics
 from lightning_fcl.evaluation.record import Quantity, get_quantity
 from lightning_fcl.evaluation.results import make_missing_run_error, read_results
@@ -32,8 +32,6 @@ from lightning_fcl.evaluation.table import NEAR_TOLERANCE, Cell, Table, metric_t
 __all__ = ["compare_page", "find_runs", "label_places", "runs_by_name"]
 
 _VIEWS = ("server, whole test set", "mean over clients, on all experiences so far")
-# Least width of the chart of forgetting against accuracy in pixels, as on a phone.
-_NARROW = 240
 
 RunsByName: TypeAlias = Mapping[str, Sequence[Mapping[str, Any]]]
 """Runs in a report: for the name of each row in the report, the contents of ``results.json`` of each seed."""
@@ -169,7 +167,7 @@ def _all_metrics(groups: RunsByName) -> list[list[str]]:
             Cell({i: run["metrics"][name] for i, run in enumerate(runs) if name in run["metrics"]})
             for runs in groups.values()
         )
-        lines.append([metric_title(name), *(cell.text(name) for cell in cells)])
+        lines.append([name, *(cell.text(name) for cell in cells)])
     return [["metric", *groups], *lines] if lines else []
 
 
@@ -227,7 +225,9 @@ def clients_chart(groups: RunsByName, quantity: Quantity) -> Spec | None:
     ]
     if not rows:
         return None
-    base = charts.get_chart("rows").encode(y=alt.Y("row:N", sort=[*groups], title=None))
+    # The names are not cut, because cut names can be equal.
+    axis = alt.Axis(labelLimit=0, labelFontSize=11)
+    base = charts.get_chart("rows").encode(y=alt.Y("row:N", sort=[*groups], title=None, axis=axis))
     ticks = base.mark_tick(thickness=2, size=16, opacity=0.55, color=COLORS[1])
     ticks = ticks.encode(x=alt.X("value:Q", title=quantity.name, scale=charts.quantity_scale(quantity)))
     ticks = ticks.encode(tooltip=charts.make_tooltips(row="", client="", seed="", value=quantity.name))
@@ -242,7 +242,8 @@ def final_metrics_chart(
     """Return the chart of forgetting against average accuracy, with a point for each row.
 
     If the models are evaluated by a quantity other than accuracy, the chart shows this quantity. A point is the mean
-    over the seeds of the row. The result is None if fewer than two rows have both metrics.
+    over the seeds of the row. A legend names the points, because names next to the points do not fit on a narrow page.
+    The result is None if fewer than two rows have both metrics.
     """
     rows: Points = []
     titles = [
@@ -252,22 +253,21 @@ def final_metrics_chart(
     ]
     for label, runs in metrics_by_run.items():
         if metric_pairs := [[one[title].value for title in titles] for one in runs if {*titles} <= {*one}]:
-            value, mean_forgetting = np.mean(metric_pairs, axis=0).tolist()
+            value, mean_forgetting = (seed_statistics(values).mean for values in zip(*metric_pairs, strict=True))
             if np.isfinite([value, mean_forgetting]).all():
                 rows.append({"row": label, "value": value, "forgetting": mean_forgetting, "seeds": len(metric_pairs)})
     if len(rows) < 2:
         return None
     x_range, y_range = (axis_range([row[field] for row in rows]) for field in ("value", "forgetting"))
-    height = chart_height(len(rows), 320)
-    labels = PointLabels("row", "value", "forgetting", x_range, y_range, _NARROW, height)
-    labels.set_heights(rows)
+    names = [row["row"] for row in rows]
     base = charts.get_chart("rows").encode(
         x=alt.X("value:Q", title=titles[0], scale=alt.Scale(domain=[*x_range], nice=False)),
+        y=alt.Y("forgetting:Q", title=titles[1], scale=alt.Scale(domain=[*y_range], nice=False)),
         tooltip=charts.make_tooltips(row="", value=quantity.name, forgetting="", seeds=""),
     )
-    y = alt.Y("forgetting:Q", title=titles[1], scale=alt.Scale(domain=[*y_range], nice=False))
-    points = base.mark_point(filled=True, size=80, color=COLORS[0], opacity=1).encode(y=y)
-    return responsive_chart(alt.layer(points, *labels.layers(base, titles[1])), height, rows=rows)
+    points = base.mark_point(filled=True, size=80, opacity=1)
+    points = points.encode(color=charts.color_scale("row", names), shape=charts.shape("row", names))
+    return responsive_chart(points, 320, rows=rows)
 
 
 def paper_comparison_chart(table: Table) -> Spec | None:

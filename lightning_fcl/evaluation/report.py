@@ -86,12 +86,16 @@ def render_report(results: Mapping[str, Any], recipe: str = "") -> str:
         worst_clients=worst[:_WORST] if len(worst) > _WORST else [],
         client_problems=[*_client_problems(record)],
         limits=limits[-1] if limits else None,
-        kinds=[metric_symbol(kind) for kind in kinds],
+        kinds=kinds,
         metrics=[
             [model_name(model), *(metric_number(kind, metrics.get(f"{kind}/{model}")) for kind in kinds)]
             for model in sorted(tested, key=lambda model: {"server": 0, "clients": 1}.get(model, 2))
         ],
-        meanings=[(metric_symbol(kind), metric.about) for kind in kinds if (metric := find_metric(kind, quantities))],
+        meanings=[
+            (kind if metric_symbol(kind) == kind else f"{kind} ({metric_symbol(kind)})", metric.about)
+            for kind in kinds
+            if (metric := find_metric(kind, quantities))
+        ],
         totals=_totals(metrics, quantities),
     )
 
@@ -121,9 +125,9 @@ def _client_problems(record: Mapping[str, Any]) -> Iterator[list[str]]:
 
 
 def _totals(metrics: Mapping[str, float], quantities: Sequence[Quantity]) -> list[list[str]]:
-    """Return the heading, the value and the description of each metric of the whole federation."""
-    metric_values = [(find_metric(key, quantities), value) for key, value in metrics.items() if key.endswith("/total")]
-    return [[one.heading, format_value(value, one.unit), one.about] for one, value in metric_values if one]
+    """Return the name, the value and the description of each metric of the whole federation."""
+    totals = [(key, find_metric(key, quantities), value) for key, value in metrics.items() if key.endswith("/total")]
+    return [[key, format_value(value, metric.unit), metric.about] for key, metric, value in totals if metric]
 
 
 def overview_chart(record: Record, curves_by_model: Curves) -> Spec | None:

@@ -1,10 +1,13 @@
 """Tests of reports in Chromium, which `.ci/run` installs. Without it, the tests fail in CI and are skipped locally."""
 
+import itertools
 from pathlib import Path
 
 import pytest
 
 from lightning_fcl.cli.main import main
+from lightning_fcl.evaluation.comparison import compare_page
+from lightning_fcl.evaluation.results import read_results
 
 pytestmark = pytest.mark.slow
 
@@ -46,6 +49,34 @@ def test_report_in_browser_draws_without_error_or_request(opened, pages, name, w
     assert dark == (scheme == "dark")
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert said == [] and asked == [pages[name].as_uri()]
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("number", [2, 6, 12])
+def test_compare_page_in_browser_long_names_do_not_overlap(opened, pages, tmp_path, number, width):
+    results = read_results(pages["run"].parent)
+    results["metrics"] |= {"average_accuracy/clients": 0.7, "forgetting/clients": 0.1}
+    groups = {f"optimizer.momentum=0.{n},a_quite_long_name_without_any_space_{n}": [results] for n in range(number)}
+    path = tmp_path / "report.html"
+    path.write_text(compare_page(groups))
+    page, said, _ = opened(path, width)
+    page.wait_for_function(
+        "document.querySelectorAll('.chart svg').length == document.querySelectorAll('.chart').length"
+    )
+    boxes_of_charts = page.evaluate(
+        """[...document.querySelectorAll('.chart svg')].map(svg => [...svg.querySelectorAll('text')]
+            .filter(text => text.textContent && getComputedStyle(text).opacity > 0)
+            .map(text => text.getBoundingClientRect())
+            .map(box => [box.left, box.top, box.right, box.bottom]))"""
+    )
+    assert len(boxes_of_charts) == 3 and said == []
+    for boxes in boxes_of_charts:
+        # A pixel of the line height of a font has no ink.
+        for one, other in itertools.combinations(boxes, 2):
+            wide, high = (min(one[2 + i], other[2 + i]) - max(one[i], other[i]) for i in (0, 1))
+            assert wide <= 1 or high <= 2
+        assert all(box[0] >= 0 and box[2] <= width for box in boxes)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
 def test_report_in_browser_has_tooltips_model_selector_and_copy_button(browser, pages):

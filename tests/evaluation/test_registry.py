@@ -224,7 +224,7 @@ def test_new_metric_record_reaches_results_reports_and_listing(tmp_path, monkeyp
     (cell,) = (cells["worst_task/clients"] for cells in table.rows.values())
     assert cell.values[0] == mean and cell.n == 2
     text = cell.text("worst_task/clients")
-    line = next(line for line in compare_page(groups).splitlines() if "worst_task clients" in line)
+    line = next(line for line in compare_page(groups).splitlines() if "worst_task/clients" in line)
     assert text in line
     _, markdown = write_table(tmp_path / "table", table)
     head, _, row, *_ = markdown.read_text().splitlines()

@@ -139,7 +139,7 @@ def test_report_has_settings_and_comparison_with_the_paper():
     assert lines["A_gen other"] == ["-", "0.500", "-"]
     head, server, *_ = reader.tables["All metrics"]
     assert server[0][0] == "server"
-    assert server[head.index(("A_gen", ""))][0] == f"{content['metrics']['general_accuracy/server']:.3f}"
+    assert server[head.index(("general_accuracy", ""))][0] == f"{content['metrics']['general_accuracy/server']:.3f}"
     _, problem = reader.tables["Communication"]
     assert [text for text, _ in problem] == ["5", "generalized", "non-finite weights"]
 
