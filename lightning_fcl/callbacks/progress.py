@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import lightning.pytorch as L
 from lightning.pytorch.callbacks import ProgressBar
 
+from lightning_fcl.callbacks.remaining_time import RemainingTime, count_training_samples
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.trainer_access import find_stream, require_stream
 from lightning_fcl.federation.protocols import find_federation
@@ -40,8 +41,11 @@ class FederatedProgressBar(ProgressBar):
         # For each round, the number of clients with data in all earlier rounds. The last entry is the total of the fit.
         self._done: list[int] = []
         self._lost = 0
-        # Time and round at the start of the fit, if lines are written. None if the bar is shown or disabled.
-        self._started: tuple[float, int] | None = None
+        # Time at the start of the fit, if lines are written. None if the bar is shown or disabled.
+        self._started: float | None = None
+        # Time at which the current round started, and the estimate of the remaining time, if lines are written.
+        self._round_started = 0.0
+        self._remaining_time = RemainingTime([])
 
     @property
     def is_enabled(self) -> bool:
@@ -60,7 +64,8 @@ class FederatedProgressBar(ProgressBar):
             return
         self._lost = 0
         if not (console.is_terminal or console.is_jupyter):
-            self._started = (time.monotonic(), trainer.current_epoch)
+            self._started = self._round_started = time.monotonic()
+            self._remaining_time = RemainingTime(count_training_samples(trainer))
             return
         rich = require_package("rich.progress", "shows the progress")
         self._bar = rich.Progress(
@@ -109,15 +114,14 @@ class FederatedProgressBar(ProgressBar):
         if self._bar is not None and accuracy_text:
             self._bar.update(self._task, accuracy=accuracy_text)
         if self._started is not None:
-            began, first_round = self._started
-            seconds = time.monotonic() - began
-            remaining_rounds = (trainer.max_epochs or 0) - trainer.current_epoch - 1
-            remaining = seconds / (trainer.current_epoch + 1 - first_round) * remaining_rounds
+            current_time = time.monotonic()
+            self._remaining_time.add(trainer.current_epoch, current_time - self._round_started)
+            self._round_started = current_time
             experience, round_text = _position(trainer)
             parts = [f"experience {experience}, round {round_text}", accuracy_text]
             parts += [
                 f"{self._lost} clients lost" if self._lost else "",
-                f"{seconds:.1f} s, {remaining:.1f} s remaining",
+                f"{current_time - self._started:.1f} s, {self._remaining_time.seconds:.1f} s remaining",
             ]
             print(", ".join(filter(None, parts)), file=sys.stderr, flush=True)
 
