@@ -26,6 +26,9 @@ TRIED_ELSEWHERE: dict[str, list[str]] = {
     "Write an option of the recipe and its values": [
         "tests/cli/test_sweep.py::test_parse_grid_accepts_the_form_in_the_hint"
     ],
+    "Free disk space, or use a folder on another disk with `--out`.": [
+        "tests/cli/test_run_estimate.py::test_fit_with_full_disk_raises_before_training_and_other_folder_works",
+    ],
     "Use another folder for `--out`.": [
         "tests/cli/test_new.py::test_new_out_that_is_a_file_is_avoided_with_other_folder",
     ],

@@ -17,8 +17,10 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_fcl.callbacks import ContinualMetrics
 from lightning_fcl.data.trainer_access import get_callbacks, require_stream
+from lightning_fcl.errors import DiskFullError
 from lightning_fcl.evaluation.results import RECORD
 from lightning_fcl.evaluation.summary import format_value
+from lightning_fcl.federation.aggregation import state_tensors
 from lightning_fcl.federation.protocols import find_federation
 from lightning_fcl.simulation.communication import find_changing, find_uncounted
 from lightning_fcl.simulation.federation import Federation
@@ -41,6 +43,8 @@ _RESULT_FACTOR = 4
 class PrintEstimate(Callback):
     """A callback that prints an estimate after the first round of a fit, and warns if the disk is too small.
 
+    A fit that saves checkpoints raises an error before training if the disk has no space for the first checkpoint.
+
     The estimate is printed if the fit shows its progress.
 
     Args:
@@ -59,7 +63,22 @@ class PrintEstimate(Callback):
         self._transmitted: int | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Raise an error if the free disk space is too small for a checkpoint.
+
+        Raises:
+            DiskFullError: If the state of the module has more bytes than are free.
+        """
         self._first_round, self._transmitted = trainer.current_epoch, None
+        if trainer.is_global_zero and any(isinstance(one, ModelCheckpoint) for one in get_callbacks(trainer)):
+            nbytes, free = sum(value.nbytes for value in state_tensors(pl_module).values()), free_bytes(self._folder)
+            if nbytes > free:
+                raise DiskFullError(
+                    f"Expected at least {format_value(nbytes, 'B')} of free disk space for a checkpoint in "
+                    f"{self._folder}, but {format_value(free, 'B')} are free.",
+                    hint="Free disk space, or use a folder on another disk with `--out`.",
+                    argument="--out",
+                    value=self._folder,
+                )
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         progress_bar, federation = trainer.progress_bar_callback, find_federation(trainer)
@@ -111,7 +130,7 @@ class PrintEstimate(Callback):
             communication = f"{format_value(nbytes, 'B')} of communication{condition}, "
         totals = f"{communication}{format_value(final_size, 'B')} on disk"
         print(f"Estimate: about {_duration(seconds)} left, in total {totals}", file=sys.stderr, flush=True)
-        growth, free = final_size - current_size, shutil.disk_usage(self._folder).free
+        growth, free = final_size - current_size, free_bytes(self._folder)
         if growth > free:
             log.warning(
                 "The run needs about %s more disk space in %s, but only %s is free. Free disk space, or save fewer "
@@ -120,6 +139,12 @@ class PrintEstimate(Callback):
                 self._folder,
                 format_value(free, "B"),
             )
+
+
+def free_bytes(folder: Path) -> int:
+    """Return the free bytes of the disk of a folder, which may not exist yet."""
+    folder = folder.absolute()
+    return shutil.disk_usage(next(one for one in [folder, *folder.parents] if one.exists())).free
 
 
 def estimate_disk(trainer: L.Trainer, federation: Federation, folder: Path, rounds: int) -> tuple[int, int]:

@@ -140,6 +140,27 @@ def test_print_estimate_enough_space_does_not_warn(tmp_path, quiet, caplog):
     assert not [one for one in caplog.records if "disk" in one.getMessage()]
 
 
+@pytest.mark.seconds
+def test_fit_with_full_disk_raises_before_training_and_other_folder_works(tmp_path, monkeypatch, error_of):
+    monkeypatch.chdir(tmp_path)
+    disk_usage = shutil.disk_usage
+    monkeypatch.setattr(
+        shutil,
+        "disk_usage",
+        lambda path: disk_usage(path)._replace(free=100 if "small-disk" in str(path) else 10**12),
+    )
+    (tmp_path / "small-disk").mkdir()
+    command = ["fit", "quickstart", "--trainer.max_epochs", "1", "--out"]
+    error = error_of([*command, "small-disk/run"])
+    assert "19.2 kB of free disk space for a checkpoint in small-disk/run, but 100 B are free" in error
+    assert "Free disk space, or use a folder on another disk with `--out`." in error
+    assert not (tmp_path / "small-disk" / "run" / "checkpoints").exists()
+    assert not main([*command, "other/run"])
+    assert (tmp_path / "other" / "run" / "checkpoints" / "last.ckpt").exists()
+    # Without checkpoints, the fit needs nearly no space.
+    assert not main([*command, "small-disk/run", "--trainer.enable_checkpointing", "false"])
+
+
 QUICK = ["--trainer.strategy.local_epochs", "1", "--data.partition.num_clients", "4"]
 
 
