@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import lightning.pytorch as L
 
 from lightning_fcl.data.trainer_access import require_stream
 from lightning_fcl.federation.protocols import find_federation
+
+_SAMPLED_ROUNDS = 100
+"""Largest number of rounds whose clients are drawn for an estimate."""
 
 
 class RemainingTime:
@@ -52,16 +56,28 @@ class RemainingTime:
         return rate * sum(self._samples[max(self._seconds) + 1 :])
 
 
+def sample_rounds(rounds: range) -> range:
+    """Return evenly spaced rounds, the first round included. Drawing the clients of all rounds would take time.
+
+    Example:
+        >>> sample_rounds(range(5)), sample_rounds(range(250))
+        (range(0, 5), range(0, 250, 3))
+    """
+    return rounds[:: math.ceil(len(rounds) / _SAMPLED_ROUNDS) or 1]
+
+
 def count_training_samples(trainer: L.Trainer) -> list[int]:
     """Return the number of training samples of each round of a fit, summed over the clients that are expected to train.
 
-    With a simulated clock, all clients that have data are counted.
+    With a simulated clock, all clients that have data are counted. A round that `sample_rounds` leaves out has the
+    number of the preceding sampled round.
     """
     plan, federation, numbers = require_stream(trainer).plan, find_federation(trainer), list[int]()
-    for number in range(min(trainer.max_epochs or 0, plan.num_rounds)):
+    rounds = range(min(trainer.max_epochs or 0, plan.num_rounds))
+    for number in sample_rounds(rounds):
         current = plan.train[number]
         clients = [*current]
         if federation is not None and federation.participation.synchronization is None:
             clients = federation.participation.expected_clients(plan, number)
-        numbers.append(sum(len(current[client]) for client in clients))
-    return numbers
+        numbers += [sum(len(current[client]) for client in clients)] * sample_rounds(rounds).step
+    return numbers[: len(rounds)]

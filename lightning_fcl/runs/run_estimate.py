@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import shutil
 import sys
 import time
@@ -16,6 +15,7 @@ import lightning.pytorch as L
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_fcl.callbacks import ContinualMetrics
+from lightning_fcl.callbacks.remaining_time import sample_rounds
 from lightning_fcl.data.trainer_access import get_callbacks, require_stream
 from lightning_fcl.errors import DiskFullError
 from lightning_fcl.evaluation.results import RECORD
@@ -29,9 +29,6 @@ log = logging.getLogger(__name__)
 
 _REPORT_BYTES = 1_000_000
 """Size of the scripts in ``report.html``."""
-
-_SAMPLED_ROUNDS = 100
-"""Largest number of rounds whose clients are drawn."""
 
 _SAMPLED_STATES = 100
 """Largest number of client states whose sizes are read."""
@@ -100,14 +97,14 @@ class PrintEstimate(Callback):
             self._transmitted = sum(record.upload_bytes.values()) + sum(record.download_bytes.values())
 
     def _read_plan(self, trainer: L.Trainer, federation: Federation) -> None:
-        """Store the numbers of expected clients and samples of some rounds, because drawing clients takes time.
+        """Store the numbers of expected clients and samples of some rounds, see `sample_rounds`.
 
         On a simulated clock, the clients of past rounds are not known.
         """
         plan = require_stream(trainer).plan
         rounds = range(self._first_round, min(trainer.max_epochs or 0, plan.num_rounds))
         self._num_rounds, self._clients, self._samples = len(rounds), [], []
-        for round_idx in rounds[:: math.ceil(len(rounds) / _SAMPLED_ROUNDS) or 1]:
+        for round_idx in sample_rounds(rounds):
             clients = federation.participation.expected_clients(plan, round_idx)
             self._clients.append(len(clients))
             self._samples.append(sum(len(plan.train[round_idx][client]) for client in clients))

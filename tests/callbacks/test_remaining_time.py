@@ -72,3 +72,17 @@ def test_progress_lines_weight_rounds_by_samples(quiet, capfd, monkeypatch, part
     shown = [float(line.rpartition(", ")[2].removesuffix(" s remaining")) for line in lines]
     expected = [0.01 * sum(clock.samples[number + 1 :]) for number in range(6)]
     assert shown[1:] == pytest.approx(expected[1:], abs=0.051) and shown[0] > expected[0]
+
+
+def test_count_training_samples_draws_clients_of_a_limited_number_of_rounds(fit, make_stream, make_task, monkeypatch):
+    """Rounds between two sampled rounds have the number of the first of them."""
+
+    class Counts(Callback):
+        def on_train_start(self, trainer, pl_module):
+            self.all = count_training_samples(trainer)
+            monkeypatch.setattr("lightning_fcl.callbacks.remaining_time._SAMPLED_ROUNDS", 2)
+            self.sampled = count_training_samples(trainer)
+
+    counts = Counts()
+    fit(make_task(), make_stream(partition="dirichlet", rounds_per_experience=2), [counts], participation=2, seed=0)
+    assert counts.sampled == [counts.all[0]] * 2 + [counts.all[2]] * 2 and len(counts.all) == 4

@@ -88,7 +88,7 @@ def test_print_estimate_time_equals_time_of_the_planned_samples(tmp_path, quiet,
 
 
 def test_print_estimate_draws_clients_of_a_limited_number_of_rounds(tmp_path, quiet, capfd, monkeypatch):
-    monkeypatch.setattr("lightning_fcl.runs.run_estimate._SAMPLED_ROUNDS", 3)
+    monkeypatch.setattr("lightning_fcl.callbacks.remaining_time._SAMPLED_ROUNDS", 3)
     clock, times = Clock(), []
 
     class FirstRound(Callback):
