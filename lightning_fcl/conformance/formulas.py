@@ -73,19 +73,27 @@ class _FedNova(ReferenceRule):
 
 
 @dataclass
-class _Ditto(ReferenceRule):
-    strength: float = 0.0
+class _Personal(ReferenceRule):
+    """A loop in which each client also trains a personal model ``v``, with a velocity that is 0 in each new round."""
 
-    def gradient(self, memory: dict[str, Tensor], w_server: Tensor, w: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        v = memory.get("v", w_server)
-        step = task_gradient(v, x, y) + self.strength * (v - w_server)
-        memory["velocity"] = self.momentum * memory.get("velocity", torch.zeros(())) + step
+    def step_personal(self, memory: dict[str, Tensor], v: Tensor, gradient: Tensor) -> None:
+        """Take a step of the personal model from the parameters ``v``."""
+        memory["velocity"] = self.momentum * memory.get("velocity", torch.zeros(())) + gradient
         memory["v"] = v - RATE * memory["velocity"]
-        return task_gradient(w, x, y)
 
     def upload(self, memory: dict[str, Tensor], w_server: Tensor, w: Tensor, steps: int, x: Tensor) -> Tensor:
         del memory["velocity"]
         return w
+
+
+@dataclass
+class _Ditto(_Personal):
+    strength: float = 0.0
+
+    def gradient(self, memory: dict[str, Tensor], w_server: Tensor, w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        v = memory.get("v", w_server)
+        self.step_personal(memory, v, task_gradient(v, x, y) + self.strength * (v - w_server))
+        return task_gradient(w, x, y)
 
 
 @dataclass
@@ -112,21 +120,27 @@ class _Moon(ReferenceRule):
 
 
 @dataclass
-class _Si(ReferenceRule):
+class _Consolidation(ReferenceRule):
+    """A loop with a quadratic penalty around the center, weighted by the importance of the parameters."""
+
     strength: float = 0.0
-    damping: float = 0.1
     normalize: bool = False
+
+    def gradient(self, memory: dict[str, Tensor], w_server: Tensor, w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        if "importance" not in memory:
+            return task_gradient(w, x, y)
+        return task_gradient(w, x, y) + self.strength * memory["importance"] * (w - memory["center"])
+
+
+@dataclass
+class _Si(_Consolidation):
+    damping: float = 0.1
 
     def start_experience(self) -> None:
         for memory in self.memory.values():
             importance = memory.pop("decrease").clamp(min=0) / (memory.pop("moved").square() + self.damping)
             memory["importance"] = memory.get("importance", torch.zeros(())) + importance
             memory["center"] = memory.pop("last")
-
-    def gradient(self, memory: dict[str, Tensor], w_server: Tensor, w: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        if "importance" not in memory:
-            return task_gradient(w, x, y)
-        return task_gradient(w, x, y) + self.strength * memory["importance"] * (w - memory["center"])
 
     def after_step(self, memory: dict[str, Tensor], w_previous: Tensor, w: Tensor, x: Tensor, y: Tensor) -> None:
         change = w - w_previous
@@ -181,28 +195,20 @@ class _FedNtd(ReferenceRule):
 
 
 @dataclass
-class _Apfl(ReferenceRule):
+class _Apfl(_Personal):
     alpha0: float = 0.5
     alpha_lr: float = 0.0
 
     def gradient(self, memory: dict[str, Tensor], w_server: Tensor, w: Tensor, x: Tensor, y: Tensor) -> Tensor:
         v, alpha = memory.get("v", w_server), memory.get("alpha", torch.tensor(self.alpha0).double())
         mixed_gradient = task_gradient(alpha * v + (1 - alpha) * w, x, y)
-        memory["velocity"] = self.momentum * memory.get("velocity", torch.zeros(())) + alpha * mixed_gradient
-        memory["v"] = v - RATE * memory["velocity"]
+        self.step_personal(memory, v, alpha * mixed_gradient)
         memory["alpha"] = (alpha - self.alpha_lr * (v - w) @ mixed_gradient).clamp(0, 1)
         return task_gradient(w, x, y)
 
-    def upload(self, memory: dict[str, Tensor], w_server: Tensor, w: Tensor, steps: int, x: Tensor) -> Tensor:
-        del memory["velocity"]
-        return w
-
 
 @dataclass
-class _Ewc(ReferenceRule):
-    strength: float = 0.0
-    normalize: bool = False
-
+class _Ewc(_Consolidation):
     def start_experience(self) -> None:
         for memory in self.memory.values():
             if "last" in memory:
@@ -216,11 +222,6 @@ class _Ewc(ReferenceRule):
     def importance(self, w: Tensor, x: Tensor, y: Tensor) -> Tensor:
         """Return the importance of the parameters for one sample."""
         return task_gradient(w, x, y).square()
-
-    def gradient(self, memory: dict[str, Tensor], w_server: Tensor, w: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        if "importance" not in memory:
-            return task_gradient(w, x, y)
-        return task_gradient(w, x, y) + self.strength * memory["importance"] * (w - memory["center"])
 
     def end_round(self, memory: dict[str, Tensor], w: Tensor, x: Tensor, y: Tensor) -> None:
         memory.update(last=w, x=x, y=y)
