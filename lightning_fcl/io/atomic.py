@@ -73,6 +73,12 @@ def atomic_path(path: Path, size: int | None = None, sync: bool = True) -> Itera
                 os.close(descriptor)
 
 
+def free_bytes(folder: Path) -> int:
+    """Return the free bytes of the disk of a folder, which may not exist yet."""
+    folder = folder.absolute()
+    return shutil.disk_usage(next(one for one in [folder, *folder.parents] if one.exists())).free
+
+
 @contextmanager
 def disk_error_context(
     path: Path, size: int | None = None, remedy: str = "resume from the newest checkpoint"
@@ -95,7 +101,7 @@ def disk_error_context(
     except OSError as error:
         if error.errno in _FULL:
             space = "more" if size is None else f"{size:,} bytes of"
-            free = shutil.disk_usage(next(folder for folder in path.parents if folder.exists())).free
+            free = free_bytes(path.parent)
             raise DiskFullError(
                 f"Expected {space} free disk space for {path}, but the disk is full, the disk quota is reached, or the "
                 f"file is too large for the file system: {free:,} bytes are free. No existing data is lost.",

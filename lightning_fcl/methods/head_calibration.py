@@ -32,11 +32,11 @@ class Fed3R(Method):
     A client also uploads ``A = Y^T S`` and ``B = S^T S`` of the samples that it has not trained on before. S contains
     the samples' features, computed with the client's model after local training, and a column of ones for the bias. Y
     contains the one-hot classes. The server adds the sums to all earlier sums. If the stream has a base session, the
-    server's sums start with the samples of the base session. Then the server computes ``W = A (B + beta I)^-1``,
-    divides the weights and the bias of each class by the norm of the class's weights, and sets the module's last layer
-    to the result divided by ``temperature``. Without the division by the norms, a class with few samples would rarely
-    be predicted, because ridge regression gives it small weights. Local training continues from this layer (the
-    authors' Fed3R+FT). If a client misses a synchronization, it uploads the sums with its next upload.
+    server's sums start with the samples of the base session. Then the server computes ``W = A (B + beta I)^-1``. It
+    divides the weights and the bias of each class by the norm of the class's weights. The module's last layer is set to
+    the result, divided by ``temperature``. Without the division by the norms, a class with few samples would rarely be
+    predicted, because ridge regression gives it small weights. Local training continues from this layer (the authors'
+    Fed3R+FT). If a client misses a synchronization, it uploads the sums with its next upload.
 
     With a frozen body, W equals ridge regression on the pooled samples of all clients, for any partition. During
     local training, frozen batch normalization layers use the server's statistics. In the paper, the body is

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from lightning_fcl.evaluation.results import RECORD
 from lightning_fcl.evaluation.summary import format_value
 from lightning_fcl.federation.aggregation import state_tensors
 from lightning_fcl.federation.protocols import find_federation
+from lightning_fcl.io.atomic import free_bytes
 from lightning_fcl.simulation.communication import find_changing, find_uncounted
 from lightning_fcl.simulation.federation import Federation
 
@@ -136,12 +136,6 @@ class PrintEstimate(Callback):
                 self._folder,
                 format_value(free, "B"),
             )
-
-
-def free_bytes(folder: Path) -> int:
-    """Return the free bytes of the disk of a folder, which may not exist yet."""
-    folder = folder.absolute()
-    return shutil.disk_usage(next(one for one in [folder, *folder.parents] if one.exists())).free
 
 
 def estimate_disk(trainer: L.Trainer, federation: Federation, folder: Path, rounds: int) -> tuple[int, int]:
