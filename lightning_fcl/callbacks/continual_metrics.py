@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -16,8 +15,10 @@ from lightning.pytorch.callbacks import Callback
 from lightning_fcl.callbacks.client_models import ClientSelection, check_selection, is_selected, iterate_client_models
 from lightning_fcl.callbacks.client_values import log_round
 from lightning_fcl.callbacks.evaluator import Counts, Evaluator, Values, evaluation_groups, samples_of_split
+from lightning_fcl.callbacks.round_clock import RoundClock
 from lightning_fcl.callbacks.run_tracking import log_final_metrics, log_method
 from lightning_fcl.callbacks.step_evaluator import StepEvaluator, is_evaluated_by_step
+from lightning_fcl.callbacks.stream_description import describe_plan
 from lightning_fcl.callbacks.weight_averaging import averaged_weights
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.scenarios import Plan
@@ -26,6 +27,7 @@ from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.evaluation.confusion import Confusion, recorded_models
 from lightning_fcl.evaluation.continual import group_name
 from lightning_fcl.evaluation.record import ACCURACY, server_first, truncate_record
+from lightning_fcl.evaluation.sample_bits import encode_bits
 from lightning_fcl.federation.aggregation import load_state_tensors, state_tensors
 from lightning_fcl.federation.protocols import HasLocalModels, HasMetrics, find_federation, get_ranks
 from lightning_fcl.federation.ranks import SINGLE_RANK, gather_by_client
@@ -89,8 +91,18 @@ class ContinualMetrics(Callback):
             - ``"both"``: as ``"aggregated"``. In addition, tests each client's model before aggregation, after its last
               local training of an experience, on the same classes. Metrics such as ``average_accuracy_local`` need
               these tests.
+        classes: Classes that the models can predict:
+
+            - ``"seen"``: the classes of all clients' experiences up to the round of the test. Outputs of other classes
+              are ignored, as if the classifier grew with each experience.
+            - ``"all"``: all classes, including classes of later experiences.
+
+            If the test groups are domains, or the module is a task-incremental `Classifier`, both values have the same
+            results. Values that the module's own step logs do not depend on ``classes``.
         split: ``"test"`` for the stream's test samples, or ``"validation"`` for its validation samples. Use the
             validation samples to choose hyperparameters.
+        server_each_round: Whether the server's model is tested after each round, also with ``when="aggregated"`` or
+            ``"both"``. Metrics such as ``anytime_accuracy`` then include the rounds within an experience.
         evaluate_on_train: Whether the server's final model is also tested on all training samples.
         evaluate_before_fit: Whether the server's model is also tested before the first round. Use this option for
             streams whose experience 0 is a base session.
@@ -105,7 +117,9 @@ class ContinualMetrics(Callback):
 
     clients: ClientSelection = "all"
     when: Literal["trained", "aggregated", "both"] = validated("trained", one_of, ("trained", "aggregated", "both"))
+    classes: Literal["seen", "all"] = validated("seen", one_of, ("seen", "all"))
     split: Literal["test", "validation"] = validated("test", one_of, ("test", "validation"))
+    server_each_round: bool = False
     evaluate_on_train: bool = False
     evaluate_before_fit: bool = False
     lower_is_better: list[str] | None = None
@@ -129,7 +143,7 @@ class ContinualMetrics(Callback):
         self._confusion_models: list[str] = []
         # Confusion matrices of the models' last tests in their current experiences.
         self._unfinished: dict[str, Confusion] = {}
-        self._started = 0.0
+        self._clock = RoundClock()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         stream = require_stream(trainer)
@@ -151,29 +165,26 @@ class ContinualMetrics(Callback):
                 value=self.lower_is_better,
             )
         self._test = (StepEvaluator if by_step else Evaluator).from_stream(stream, samples, pl_module.device)
-        tasks: dict[str, list[list[int]]] = {client: [list(t) for t in parts] for client, parts in plan.tasks.items()}
-        longest = max(len(parts) for parts in tasks.values())
-        tasks["server"] = [
-            sorted({group for parts in plan.tasks.values() for group in parts[min(e, len(parts) - 1)]})
-            for e in range(longest)
-        ]
+        tested = [] if find_federation(trainer) is None else [*filter(self._tests, plan.clients)]
         if not self.record or trainer.current_epoch == 0:
             names, sizes = stream.plan.group_names(stream.classes), self._test.count_samples()
-            self.record = {"groups": names, "totals": sizes, "tasks": tasks, "rounds": []}
+            description = describe_plan(plan, pl_module, tested)
+            self.record = {"groups": names, "totals": sizes, **description, "rounds": []}
             self._unfinished = {}
             if measures := self._test.describe_metrics(pl_module, self.lower_is_better):
                 self.record["measures"] = measures
             else:
                 self.record["classes"] = list(stream.classes)
             if self.evaluate_before_fit:
-                self.record["start"] = self._evaluate(pl_module, "server").results
-        tested = filter(self._tests, () if find_federation(trainer) is None else plan.clients)
+                self.record["start"] = self._evaluate(pl_module, "server", before_fit=True).results
         self._confusion_models = (
             []
             if "measures" in self.record
-            else recorded_models(tested, stream.num_classes, len(samples), num_experiences=longest)
+            else recorded_models(
+                tested, stream.num_classes, len(samples), num_experiences=len(self.record["tasks"]["server"])
+            )
         )
-        self._started = time.monotonic()
+        self._clock.start()
         log_method(trainer)
 
     def _check_order(self, trainer: L.Trainer) -> None:
@@ -196,8 +207,12 @@ class ContinualMetrics(Callback):
         return predicts and self.when != "aggregated" and self.clients != "none"
 
     def on_client_end(self, trainer: L.Trainer, pl_module: L.LightningModule, client_round: ClientRound) -> None:
-        if not (self.needs_client_state(pl_module) and self._tests(client_round.client_id)):
-            return
+        if self.needs_client_state(pl_module) and self._tests(client_round.client_id):
+            with self._clock.testing():
+                self._evaluate_trained(trainer, pl_module, client_round)
+
+    def _evaluate_trained(self, trainer: L.Trainer, pl_module: L.LightningModule, client_round: ClientRound) -> None:
+        """Test the model of a client after its local training, if ``when`` requires this."""
         if self.when == "trained":
             self._current[client_round.client_id] = self._evaluate(pl_module, client_round.client_id)
         elif self._was_last(trainer, client_round):
@@ -234,7 +249,7 @@ class ContinualMetrics(Callback):
         # With `when="trained"`, the server is not tested while the reservoir adapts, because the readout is solved in a
         # later round.
         adapting = isinstance(pl_module, HasLocalModels) and pl_module.is_adapting
-        with averaged_weights(trainer, pl_module):
+        with averaged_weights(trainer, pl_module), self._clock.testing():
             if self.when != "trained":
                 tests = self._aggregated(trainer, pl_module)
             else:
@@ -247,7 +262,8 @@ class ContinualMetrics(Callback):
         record_names += (
             [] if happened["simulated_seconds"] is None else ["simulated_seconds", "late_clients", "staleness"]
         )
-        current_time = time.monotonic()
+        if happened["train_samples"]:
+            record_names.append("train_samples")
         self.record["rounds"].append(
             {
                 "round": trainer.current_epoch,
@@ -256,10 +272,10 @@ class ContinualMetrics(Callback):
                 **({"local": self._gathered(trainer, self._own)} if self.when == "both" else {}),
                 **self._confusion_entry(require_stream(trainer).plan, trainer.current_epoch, tests),
                 **{name: copy.copy(happened[name]) for name in record_names},
-                "seconds": current_time - self._started,
+                **self._clock.end_round(get_ranks(trainer)),
             }
         )
-        self._started, self._own, self._drawn = current_time, {}, {}
+        self._own, self._drawn = {}, {}
         values = {model: self._overall_values(found) for model, found in tested.items()}
         log_round(trainer, pl_module, values, self.record["rounds"][-1]["experience"]["server"])
 
@@ -312,8 +328,8 @@ class ContinualMetrics(Callback):
     def _aggregated(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, _ModelTest]:
         """Return the results of the server, and of the tested clients whose experience ends with this round.
 
-        Return {} if no experience of a tested client ends. With ``clients="none"``, return {} if no experience of any
-        client ends.
+        If no experience of a tested client ends, return {}, or the results of the server with ``server_each_round``.
+        With ``clients="none"``, the experiences of all clients count.
         """
         federation, round_idx = find_federation(trainer), trainer.current_epoch
         stream = require_stream(trainer)
@@ -324,7 +340,7 @@ class ContinualMetrics(Callback):
             if part.is_last_round
         ]
         if not ending:
-            return {}
+            return {"server": self._evaluate(module, "server")} if self.server_each_round else {}
         server = self._evaluate(module, "server")
         if federation is None or self.clients == "none":
             return {"server": server}
@@ -341,10 +357,13 @@ class ContinualMetrics(Callback):
         seen_tasks = require_stream(trainer).plan.tasks[client][: client_round.experience_idx + 1]
         return self._evaluate(module, client, sorted({group for groups in seen_tasks for group in groups}))
 
-    def _evaluate(self, module: L.LightningModule, model: str, groups: list[int] | None = None) -> _ModelTest:
+    def _evaluate(
+        self, module: L.LightningModule, model: str, groups: list[int] | None = None, before_fit: bool = False
+    ) -> _ModelTest:
         """Return the results of a model on the test set, or only on some groups. Untested groups have no result."""
         assert self._test is not None
-        number, test = len(self.record["groups"]), self._test
+        round_idx = None if before_fit else module.trainer.current_epoch
+        number, test = len(self.record["groups"]), self._among_classes(self._test, round_idx)
         if "measures" in self.record:
             parts = evaluation_groups(self.record["tasks"][model], number)
             tested = set(range(number) if groups is None else groups)
@@ -355,10 +374,18 @@ class ContinualMetrics(Callback):
             ranks = get_ranks(module.trainer) if model == "server" else SINGLE_RANK
             counts = test.count(module, ranks, with_confusion)
             self.record["totals"] = test.count_samples(counts.steps)
+            if model == "server":
+                self.record["correct_samples"] = {"server": encode_bits(counts.hits)}
             return _ModelTest(counts.correct, counts.confusion)
         counts = test.subset(groups).count(module, SINGLE_RANK, with_confusion)
         correct = [count if group in groups else None for group, count in enumerate(counts.correct)]
         return _ModelTest(correct, counts.confusion)
+
+    def _among_classes(self, test: Evaluator | StepEvaluator, round_idx: int | None) -> Evaluator | StepEvaluator:
+        """Return the evaluator for the classes that models can predict in a round. None: before the first round."""
+        if isinstance(test, Evaluator) and self.classes == "seen":
+            return test.among_seen_classes(round_idx)
+        return test
 
     def _names(self) -> list[str]:
         return [one["name"] for one in self.record["measures"]]
@@ -385,6 +412,7 @@ class ContinualMetrics(Callback):
         learnt = (StepEvaluator if by_step else Evaluator).from_stream(
             stream, seen_rows, pl_module.device, is_stackable=True
         )
+        learnt = self._among_classes(learnt, self.record["rounds"][-1]["round"])
         if "measures" in self.record:
             return learnt.evaluate(pl_module, [(0,)], self._names())
         assert isinstance(learnt, Evaluator)

@@ -12,6 +12,7 @@ import lightning.pytorch as L
 import numpy as np
 import torch
 from lightning.fabric.utilities import move_data_to_device
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_fcl.callbacks.metric_values import compute_metric
@@ -30,6 +31,7 @@ from lightning_fcl.tasks.classification import Classifier
 
 log = logging.getLogger(__name__)
 
+BoolArray: TypeAlias = NDArray[np.bool_]
 Counts: TypeAlias = list[int | None]
 """Number of correct predictions of each group. None for a group that was not tested."""
 Values: TypeAlias = dict[str, dict[str, float | None]]
@@ -43,11 +45,13 @@ class ModelCounts:
     Args:
         correct: Number of correct predictions of each group.
         steps: Number of predictions for each sample.
+        hits: Whether each prediction is correct, in the order of the samples, shape (samples * steps,).
         confusion: Confusion matrix. None if it was not requested.
     """
 
     correct: Counts
     steps: int
+    hits: BoolArray
     confusion: Confusion | None = None
 
 
@@ -71,7 +75,15 @@ def place_samples(stream: FederatedStream, samples: IntArray, is_stackable: bool
 class Evaluator:
     """Evaluator that compares a model's outputs with the targets of test samples.
 
-    ``cached_samples`` are inputs and targets in memory. None: the samples are read in each evaluation.
+    Args:
+        stream: The stream.
+        rows: Indices of the samples in the stream's data, shape (n,).
+        group: Group of each sample, shape (n,).
+        num_groups: Number of groups.
+        split_name: ``"test"`` or ``"validation"``.
+        cached_samples: Inputs and targets in memory. None: the samples are read in each evaluation.
+        classes: Classes that a model can predict. None: all classes. A task-incremental `Classifier` always predicts
+            one of the classes of the sample's task.
     """
 
     stream: FederatedStream
@@ -80,6 +92,7 @@ class Evaluator:
     num_groups: int
     split_name: str
     cached_samples: tuple[Tensor, Tensor] | None = None
+    classes: tuple[int, ...] | None = None
 
     @classmethod
     def from_stream(
@@ -115,6 +128,20 @@ class Evaluator:
             None if self.cached_samples is None else (self.cached_samples[0][rows], self.cached_samples[1][rows])
         )
         return replace(self, rows=self.rows[rows.cpu().numpy()], group=self.group[rows], cached_samples=cached_samples)
+
+    def among_seen_classes(self, round_idx: int | None) -> Evaluator:
+        """Return an evaluator of models that predict only classes that a client has had so far.
+
+        If the groups are domains, the models predict all classes.
+
+        Args:
+            round_idx: Round of the test. The experiences up to this round count. None: a test before the first round,
+                of a model that has learned the base session. Without a base session, the classes of the first round
+                count.
+        """
+        new, old = self.stream.plan.class_split(round_idx or 0)
+        classes = {*new, *old} if round_idx is not None else {*old} or {*new}
+        return replace(self, classes=tuple(sorted(classes)) or None)
 
     def count_samples(self, steps: int = 1) -> list[int]:
         """Return the number of predictions for each group. The model makes ``steps`` predictions for each sample."""
@@ -155,9 +182,10 @@ class Evaluator:
                 inputs = precision.convert_input(self.stream.samples.normalize(inputs))
                 inputs, label = move_batch(module.trainer, [inputs, label])[:2]
                 if isinstance(module, Classifier):
-                    yield module.mask_logits(module.outputs_by_task(inputs, label), label), label, groups
+                    logits = module.mask_logits(module.outputs_by_task(inputs, label), label)
+                    yield logits if module.task_incremental else keep_classes(logits, self.classes), label, groups
                 else:
-                    yield module(inputs), label, groups
+                    yield keep_classes(module(inputs), self.classes), label, groups
 
     def count(self, module: L.LightningModule, ranks: Ranks = SINGLE_RANK, with_confusion: bool = False) -> ModelCounts:
         """Return the number of correct predictions of each group and, if requested, the confusion matrix.
@@ -167,22 +195,30 @@ class Evaluator:
         """
         counts, steps = torch.zeros(self.num_groups, dtype=torch.long, device=module.device), 1
         targets, predictions = list[Tensor](), list[Tensor]()
-        for output, label, groups in self.outputs(module, ranks.num_ranks, ranks.rank):
+        # Whether each prediction is correct, by the index of the batch.
+        hits = dict[int, BoolArray]()
+        for index, (output, label, groups) in enumerate(self.outputs(module, ranks.num_ranks, ranks.rank)):
             prediction = to_predictions(output)
             if prediction.dim() > 1:
                 steps = prediction.shape[1]
                 label, groups = (values[:, None].expand_as(prediction).flatten() for values in (label, groups))
             prediction = prediction.flatten()
-            counts += torch.bincount(groups[prediction == label], minlength=self.num_groups)
+            hit = prediction == label
+            counts += torch.bincount(groups[hit], minlength=self.num_groups)
+            hits[ranks.rank + index * ranks.num_ranks] = hit.cpu().numpy()
             if with_confusion:
                 targets.append(label)
                 predictions.append(prediction)
         # A rank has no batch if there are more ranks than batches.
         confusion = count_confusion(*map(_concatenated, (targets, predictions)))
-        parts = ranks.all_gather_object((counts.tolist(), steps, confusion))
-        correct: Counts = [sum(column) for column in zip(*(part for part, _, _ in parts), strict=True)]
-        whole = add_confusions([part for _, _, part in parts]) if with_confusion else None
-        return ModelCounts(correct, max(number for _, number, _ in parts), whole)
+        parts = ranks.all_gather_object((counts.tolist(), steps, confusion, hits))
+        correct: Counts = [sum(column) for column in zip(*(part[0] for part in parts), strict=True)]
+        whole = add_confusions([part[2] for part in parts]) if with_confusion else None
+        hits_by_batch = {index: hit for part in parts for index, hit in part[3].items()}
+        all_hits = np.concatenate(
+            [np.empty(0, dtype=np.bool_), *(hits_by_batch[index] for index in sorted(hits_by_batch))]
+        )
+        return ModelCounts(correct, max(part[1] for part in parts), all_hits, whole)
 
     def describe_metrics(
         self, module: L.LightningModule, lower_is_better: Sequence[str] | None
@@ -196,8 +232,11 @@ class Evaluator:
 
         All samples of a set are evaluated together.
         """
+        # Metrics of other modules may need finite outputs.
+        is_classifier = isinstance(module, Classifier)
         assert isinstance(module, HasMetrics)
-        batches = [(output.cpu(), label.cpu(), where.cpu()) for output, label, where in self.outputs(module)]
+        test = self if is_classifier else replace(self, classes=None)
+        batches = [(output.cpu(), label.cpu(), where.cpu()) for output, label, where in test.outputs(module)]
         outputs, targets, group = (torch.cat(column) for column in zip(*batches, strict=True))
         values: Values = {name: {} for name in names}
         has_classes = bool(self.stream.num_classes)
@@ -213,6 +252,24 @@ class Evaluator:
 def _concatenated(batches: Sequence[Tensor]) -> IntArray:
     """Return the values of batches as one array, shape (n,)."""
     return torch.cat([*batches]).long().cpu().numpy() if batches else np.empty(0, dtype=np.int64)
+
+
+def keep_classes(outputs: Tensor, classes: Sequence[int] | None) -> Tensor:
+    """Return the outputs of a model, with -inf for all classes except some.
+
+    Args:
+        outputs: Outputs, shape (..., classes).
+        classes: Classes whose outputs are kept. None: all classes.
+
+    Example:
+        >>> keep_classes(torch.tensor([[0.1, 0.2, 0.7]]), [0, 1])
+        tensor([[0.1000, 0.2000,   -inf]])
+    """
+    if classes is None:
+        return outputs
+    is_other = torch.ones(outputs.shape[-1], dtype=torch.bool, device=outputs.device)
+    is_other[[number for number in classes if number < outputs.shape[-1]]] = False
+    return outputs.masked_fill(is_other, -torch.inf)
 
 
 def to_predictions(outputs: Tensor) -> Tensor:

@@ -17,12 +17,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_fcl.callbacks.client_models import ClientSelection, check_selection, is_selected, iterate_client_models
+from lightning_fcl.callbacks.continual_metrics import ContinualMetrics
 from lightning_fcl.callbacks.evaluator import Evaluator, samples_of_split, to_predictions
 from lightning_fcl.callbacks.step_evaluator import is_evaluated_by_step
 from lightning_fcl.callbacks.weight_averaging import averaged_weights
 from lightning_fcl.data.scenarios import IntArray, Plan
 from lightning_fcl.data.stream import FederatedStream
-from lightning_fcl.data.trainer_access import require_stream
+from lightning_fcl.data.trainer_access import get_callbacks, require_stream
 from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.evaluation.confusion import class_names
 from lightning_fcl.evaluation.results import PREDICTIONS
@@ -59,7 +60,8 @@ class PredictionWriter(Callback):
     average of the server's model is tested. The callback also tests each client whose model differs from the server's
     model, on the classes (or domains) that the client has learned. A client's model is the server's model with the
     client-local parameters. Methods can personalize this model further. `ContinualMetrics` with ``when="aggregated"``
-    tests the same models on the same samples.
+    tests the same models on the same samples. The models predict the classes that ``classes`` of `ContinualMetrics`
+    allows. Without `ContinualMetrics`, they predict the classes seen so far.
 
     The file has a line for each model and test sample, with these columns:
 
@@ -71,6 +73,7 @@ class PredictionWriter(Callback):
       line for each of them. Otherwise, this column is missing.
     - ``target``, ``prediction``: Name of the class.
     - ``probability CLASS``: With ``probabilities=True``, the softmax of the model's outputs, one column for each class.
+      The probability of a class that the model cannot predict is 0.
 
     Args:
         file: Path of the file, relative to the run folder. Without a run folder, it is relative to the Trainer's
@@ -129,6 +132,10 @@ class PredictionWriter(Callback):
             return
         stream = require_stream(trainer)
         evaluator = Evaluator.from_stream(stream, self._check_module(trainer, pl_module), pl_module.device)
+        if all(
+            metrics.classes == "seen" for metrics in get_callbacks(trainer) if isinstance(metrics, ContinualMetrics)
+        ):
+            evaluator = evaluator.among_seen_classes(max(0, trainer.current_epoch - 1))
         path = Path(self.folder or trainer.default_root_dir, self.file)
         # Datasets and modules may draw random numbers. They must not change the random state.
         with isolate_rng(), averaged_weights(trainer, pl_module):

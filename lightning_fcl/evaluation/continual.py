@@ -148,6 +148,26 @@ def backward_transfer(matrix: ArrayLike) -> float:
     return finite_mean(a[-1, :-1] - a.diagonal()[:-1])
 
 
+def forward_transfer(matrix: ArrayLike, before_fit: ArrayLike) -> float:
+    """Return FWT: the accuracy on a task before its first round minus the accuracy before the fit, mean over tasks.
+
+    The mean is over all tasks except the first task. Equation 4 of Lopez-Paz and Ranzato 2017, "Gradient episodic
+    memory for continual learning". Positive if earlier tasks help with later tasks. FWT is only meaningful if a model
+    can predict the classes of a task before it has learned the task, as in domain- and task-incremental streams. NaN if
+    there is only one task.
+
+    Args:
+        matrix: Accuracy on each task (column) after each task (row), shape (T, T).
+        before_fit: Accuracy on each task of the model before the first round, shape (T,).
+
+    Example:
+        >>> forward_transfer([[0.75, 0.5], [0.25, 1.0]], before_fit=[0.1, 0.25])
+        0.25
+    """
+    a, baseline = np.asarray(matrix, dtype=np.float64), np.asarray(before_fit, dtype=np.float64)
+    return finite_mean(a.diagonal(1) - baseline[1:])
+
+
 def learning_accuracy(matrix: ArrayLike) -> float:
     """Return LA: the accuracy on a task after its last round, mean over the tasks (Riemer et al. 2019, section 5).
 

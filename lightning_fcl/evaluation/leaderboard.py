@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import altair as alt
-import numpy as np
 
 from lightning_fcl.evaluation import charts
 from lightning_fcl.evaluation.charts import Chart, Points, Spec
 from lightning_fcl.evaluation.labels import PointLabels, axis_range, chart_height
-from lightning_fcl.evaluation.metric import Metric, Score, Unit, clients
+from lightning_fcl.evaluation.metric import Metric, Score, Unit
 from lightning_fcl.evaluation.metrics import (
+    ANYTIME_ACCURACY,
+    BYTES_ACCURACY,
     CLIENT_STATE_BYTES,
     DOWNLOAD_BYTES,
     FINAL_ACCURACY,
     FORGETTING,
-    STREAM_ACCURACY,
+    INCREMENTAL_ACCURACY,
+    LEARNING_ACCURACY,
+    OWN_ACCURACY,
+    OWN_ACCURACY_LOWEST,
+    OWN_ACCURACY_STD,
+    OWN_ACCURACY_TENTH,
+    PROCESSOR_SECONDS,
+    TRAIN_SAMPLES,
     UPLOAD_BYTES,
     summarize,
 )
@@ -52,44 +61,26 @@ def _per_client_and_experience(metric: Metric) -> Callable[[Evaluation], Iterato
     return scores
 
 
-def _mean_over_stages(evaluation: Evaluation) -> Iterator[Score]:
-    for history in evaluation.models:
-        if history.model == "server":
-            yield Score("", float(np.nanmean(history.stream)))
-
-
-def _worst_client(evaluation: Evaluation) -> Iterator[Score]:
-    tested = {history.model for history in clients(evaluation)}
-    values = [score.value for score in STREAM_ACCURACY.function(evaluation) if score.model in tested]
-    yield Score("", min(filter(math.isfinite, values), default=math.nan))
-
-
 def _rounds(evaluation: Evaluation) -> Iterator[Score]:
     yield Score("", float(len(evaluation.record["rounds"])))
 
 
-def _seconds(evaluation: Evaluation) -> Iterator[Score]:
-    yield Score("", round(sum(entry["seconds"] for entry in evaluation.record["rounds"]), 1))
+def _column(name: str, metric: Metric, model: str, title: str = "") -> Metric:
+    """Return a column that contains the value of a metric for one model."""
+    return replace(metric, name=name, function=_of(metric, model), measure_name=None, title=title or metric.title)
 
 
 COLUMNS = (
-    Metric("last_accuracy", _of(FINAL_ACCURACY, "server"), "quantity", FINAL_ACCURACY.description, measure_name=None),
-    Metric(
-        "stage_accuracy",
-        _mean_over_stages,
-        "quantity",
-        "{quantity} of the server on all classes so far, mean over the experiences",
-        measure_name=None,
-        title="average incremental accuracy",
-    ),
-    Metric("forgetting", _of(FORGETTING, "server"), "minimize", FORGETTING.description, measure_name=None),
-    Metric(
-        "worst_client",
-        _worst_client,
-        "quantity",
-        "lowest {quantity} of a client on the test samples of its experiences",
-        measure_name=None,
-    ),
+    _column("last_accuracy", FINAL_ACCURACY, "server"),
+    _column("incremental_accuracy", INCREMENTAL_ACCURACY, "server"),
+    _column("anytime_accuracy", ANYTIME_ACCURACY, "server"),
+    _column("learning_accuracy", LEARNING_ACCURACY, "server"),
+    _column("forgetting", FORGETTING, "server"),
+    _column("own_accuracy", OWN_ACCURACY, "clients", "mean of the clients"),
+    _column("own_accuracy_std", OWN_ACCURACY_STD, "clients", "standard deviation of the clients"),
+    _column("own_accuracy_lowest", OWN_ACCURACY_LOWEST, "clients"),
+    _column("own_accuracy_lowest_tenth", OWN_ACCURACY_TENTH, "clients"),
+    _column("bytes_accuracy", BYTES_ACCURACY, "server"),
     Metric("rounds", _rounds, "minimize", "number of rounds", "rounds"),
     Metric(
         "upload_bytes",
@@ -107,23 +98,18 @@ COLUMNS = (
         "B",
         title="download",
     ),
-    Metric(
-        "client_state_bytes",
-        _of(CLIENT_STATE_BYTES, "clients"),
-        "minimize",
-        CLIENT_STATE_BYTES.description,
-        "B",
-        title="client state",
-    ),
-    Metric("seconds", _seconds, "minimize", "duration of the run", "s"),
+    _column("client_state_bytes", CLIENT_STATE_BYTES, "clients", "client state"),
+    _column("processor_seconds", PROCESSOR_SECONDS, "total", "processor time"),
+    _column("train_samples", TRAIN_SAMPLES, "total", "training samples"),
 )
 """The columns of the leaderboard."""
 
 _FORMATS: Mapping[Unit, tuple[str, float, int]] = {
     "": ("", 1.0, 3),
     "B": (", kB", 1e3, 0),
-    "s": ("", 1.0, 0),
+    "s": (", s", 1.0, 0),
     "rounds": ("", 1.0, 0),
+    "samples": (", thousands", 1e3, 0),
 }
 """For each unit: the text after the heading, the divisor of the values, and the number of decimals."""
 
@@ -186,12 +172,12 @@ def leaderboard_chart(table: Table, protocol: str, notes: Notes) -> Spec | None:
             mean = {name: cell.mean or 0.0 for name, cell in cells.items()}
             megabytes = (mean["upload_bytes"] + mean["download_bytes"]) / 1e6
             point = {"method": method, "accuracy": mean["last_accuracy"], "logits": method_notes.get("logits", "-")}
-            rows.append(point | {"communication": megabytes, "seconds": mean["seconds"]})
+            rows.append(point | {"communication": megabytes, "seconds": mean["processor_seconds"]})
     if len(rows) < 2:
         return None
     kinds = list(dict.fromkeys(row["logits"] for row in rows))
     parts = [_against(rows, "communication", "uploads and downloads per client and experience (MB)", kinds)]
-    parts.append(_against(rows, "seconds", "duration of a run (s)", kinds))
+    parts.append(_against(rows, "seconds", "processor time of a run (s)", kinds))
     return charts.spec(alt.hconcat(*parts).properties(title=protocol), rows=rows)
 
 

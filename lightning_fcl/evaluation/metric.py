@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from lightning_fcl.evaluation.continual import finite_mean
 from lightning_fcl.evaluation.record import ACCURACY, Evaluation, ModelHistory, Quantity
 
-Unit: TypeAlias = Literal["", "B", "s", "uploads", "rounds"]
+Unit: TypeAlias = Literal["", "B", "s", "uploads", "rounds", "samples"]
 """Unit of a metric: "" for no unit, bytes, seconds, or a count."""
 
 

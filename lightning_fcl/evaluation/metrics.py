@@ -4,21 +4,22 @@ A metric is a `Metric` in `METRICS`. ``results.json``, reports, tables, cards an
 registry. To add a metric, add a `Metric` to `METRICS`.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from lightning_fcl.evaluation.bytes_curve import bytes_scores
+from lightning_fcl.evaluation.client_spread import lowest_tenth, own_scores, spread_of_own
 from lightning_fcl.evaluation.continual import (
     average_accuracy,
     backward_transfer,
     finite_mean,
     forgetting,
+    forward_transfer,
     learning_accuracy,
 )
 from lightning_fcl.evaluation.metric import (
     Metric,
-    Score,
     clients,
     local_task_sequences,
     per_model,
@@ -28,11 +29,29 @@ from lightning_fcl.evaluation.metric import (
 from lightning_fcl.evaluation.record import (
     ACCURACY,
     Evaluation,
-    ModelHistory,
     Quantity,
     Record,
     get_quantities,
     server_first,
+)
+from lightning_fcl.evaluation.scores import (
+    anytime_scores,
+    average_value,
+    backward_transfer_value,
+    client_state_scores,
+    download_scores,
+    forgetting_value,
+    forward_transfer_scores,
+    general_value,
+    incremental_scores,
+    late_upload_scores,
+    learning_value,
+    num_tasks,
+    processor_seconds_scores,
+    simulated_seconds_scores,
+    train_sample_scores,
+    training_scores,
+    upload_scores,
 )
 
 __all__ = [
@@ -42,77 +61,11 @@ __all__ = [
     "describe",
     "find_metric",
     "forgetting",
+    "forward_transfer",
     "learning_accuracy",
     "metrics_for",
     "summarize",
 ]
-
-
-def _general(history: ModelHistory) -> float:
-    in_rounds = history.overall[history.num_before_fit :]
-    # If a round tested a client on some groups only, the client has no accuracy on the whole test set, and no mean.
-    return float(in_rounds.mean()) if history.quantity == ACCURACY else finite_mean(in_rounds)
-
-
-def _average(history: ModelHistory) -> float:
-    return average_accuracy(history.last_matrix, len(history.tasks))
-
-
-def _forgetting(history: ModelHistory) -> float:
-    return forgetting(history.quantity.sign * history.last_matrix, len(history.tasks))
-
-
-def _backward_transfer(history: ModelHistory) -> float:
-    return backward_transfer(history.quantity.sign * history.last_matrix)
-
-
-def _learning(history: ModelHistory) -> float:
-    return learning_accuracy(history.last_matrix)
-
-
-def _num_tasks(history: ModelHistory) -> int:
-    return len(history.tasks)
-
-
-def _training(evaluation: Evaluation) -> Iterator[Score]:
-    training = evaluation.record.get("training")
-    if not training:
-        return
-    if evaluation.quantity == ACCURACY:
-        yield Score("server", training["correct"] / training["total"])
-    elif (value := training[evaluation.quantity.name]["0"]) is not None:
-        yield Score("server", value)
-
-
-def _client_state_bytes(evaluation: Evaluation) -> Iterator[Score]:
-    if bytes_by_client := evaluation.record.get("client_state_bytes"):
-        yield Score("clients", finite_mean(list(bytes_by_client.values())))
-
-
-def _upload_bytes(evaluation: Evaluation) -> Iterator[Score]:
-    yield Score("total", _total_bytes(evaluation.record, "upload_bytes"))
-
-
-def _download_bytes(evaluation: Evaluation) -> Iterator[Score]:
-    yield Score("total", _total_bytes(evaluation.record, "download_bytes"))
-
-
-def _simulated_seconds(evaluation: Evaluation) -> Iterator[Score]:
-    if timed := _timed_rounds(evaluation.record):
-        yield Score("total", float(sum(entry["simulated_seconds"] for entry in timed)))
-
-
-def _late_uploads(evaluation: Evaluation) -> Iterator[Score]:
-    if timed := _timed_rounds(evaluation.record):
-        yield Score("total", float(sum(len(entry.get("late_clients", ())) for entry in timed)))
-
-
-def _total_bytes(record: Record, name: str) -> float:
-    return float(sum(sum(entry.get(name, {}).values()) for entry in record["rounds"]))
-
-
-def _timed_rounds(record: Record) -> list[Mapping[str, Any]]:
-    return [entry for entry in record["rounds"] if "simulated_seconds" in entry]
 
 
 FINAL_ACCURACY = Metric(
@@ -131,32 +84,107 @@ STREAM_ACCURACY = Metric(
 )
 AVERAGE_ACCURACY = Metric(
     "average_accuracy",
-    per_model(_average, task_sequences),
+    per_model(average_value, task_sequences),
     "quantity",
     "{quantity} on each task after the last round, mean over the tasks",
     measure_name="average_{measure}",
 )
 FORGETTING = Metric(
     "forgetting",
-    per_model(_forgetting, task_sequences),
+    per_model(forgetting_value, task_sequences),
     "minimize",
     "worsening of {quantity} on earlier tasks since the best value (tested after each task)",
     measure_name="forgetting_{measure}",
 )
+INCREMENTAL_ACCURACY = Metric(
+    "incremental_accuracy",
+    incremental_scores,
+    "quantity",
+    "{quantity} on the test samples of all experiences so far after each experience, mean over the experiences",
+    measure_name="incremental_{measure}",
+    title="average incremental accuracy",
+)
+ANYTIME_ACCURACY = Metric(
+    "anytime_accuracy",
+    anytime_scores,
+    "quantity",
+    "{quantity} on the test samples of all experiences so far, mean over all tests during the fit",
+    measure_name="anytime_{measure}",
+    title="average anytime accuracy",
+)
+LEARNING_ACCURACY = Metric(
+    "learning_accuracy",
+    per_model(learning_value, task_sequences),
+    "quantity",
+    "{quantity} on a task after its last round, mean over the tasks",
+    measure_name="learning_{measure}",
+)
+OWN_ACCURACY = Metric(
+    "own_accuracy",
+    own_scores,
+    "quantity",
+    "{quantity} with each class weighted by its share of the client's training samples, after the last round",
+    measure_name=None,
+)
+OWN_ACCURACY_STD = Metric(
+    "own_accuracy_std",
+    spread_of_own(np.std),
+    "minimize",
+    "population standard deviation of own_accuracy over the clients",
+    measure_name=None,
+)
+OWN_ACCURACY_LOWEST = Metric(
+    "own_accuracy_lowest",
+    spread_of_own(np.min),
+    "quantity",
+    "{quantity} of the worst client, with classes weighted as in own_accuracy",
+    measure_name=None,
+    title="worst client",
+)
+OWN_ACCURACY_TENTH = Metric(
+    "own_accuracy_lowest_tenth",
+    spread_of_own(lowest_tenth),
+    "quantity",
+    "{quantity} of the worst 10 % of the clients (rounded up), mean, with classes weighted as in own_accuracy",
+    measure_name=None,
+    title="worst 10 % of clients",
+)
+BYTES_ACCURACY = Metric(
+    "bytes_accuracy",
+    bytes_scores,
+    "quantity",
+    "{quantity} on the whole test set, mean over log10 of a client's cumulative bytes from 10 kB to 100 MB",
+    measure_name=None,
+    title="accuracy over bytes",
+)
+TRAIN_SAMPLES = Metric(
+    "train_samples",
+    train_sample_scores,
+    "minimize",
+    "number of samples in the training batches of all clients, over all rounds and local epochs",
+    "samples",
+)
+PROCESSOR_SECONDS = Metric(
+    "processor_seconds",
+    processor_seconds_scores,
+    "minimize",
+    "processor time of training and aggregation, without tests of models",
+    "s",
+)
 CLIENT_STATE_BYTES = Metric(
     "client_state_bytes",
-    _client_state_bytes,
+    client_state_scores,
     "minimize",
     "size of a client's state between rounds at the end of the run, mean over clients",
     "B",
 )
-UPLOAD_BYTES = Metric("upload_bytes", _upload_bytes, "minimize", "size of all uploads of all clients", "B")
-DOWNLOAD_BYTES = Metric("download_bytes", _download_bytes, "minimize", "size of all downloads of all clients", "B")
+UPLOAD_BYTES = Metric("upload_bytes", upload_scores, "minimize", "size of all uploads of all clients", "B")
+DOWNLOAD_BYTES = Metric("download_bytes", download_scores, "minimize", "size of all downloads of all clients", "B")
 
 METRICS: tuple[Metric, ...] = (
     Metric(
         "general_accuracy",
-        per_model(_general),
+        per_model(general_value),
         "quantity",
         "{quantity} on the whole test set, mean over the rounds",
         measure_name="general_{measure}",
@@ -174,37 +202,44 @@ METRICS: tuple[Metric, ...] = (
     STREAM_ACCURACY,
     Metric(
         "A_{number}",
-        per_model(
-            lambda history: average_accuracy(history.mean_matrix, _num_tasks(history)), task_sequences, _num_tasks
-        ),
+        per_model(lambda history: average_accuracy(history.mean_matrix, num_tasks(history)), task_sequences, num_tasks),
         "quantity",
         "{quantity} on each of the tasks, mean over the rounds of the last task and over the tasks",
         measure_name=None,
     ),
     Metric(
         "F_{number}",
-        per_model(lambda history: forgetting(history.mean_matrix, _num_tasks(history)), task_sequences, _num_tasks),
+        per_model(lambda history: forgetting(history.mean_matrix, num_tasks(history)), task_sequences, num_tasks),
         "minimize",
         "worsening of {quantity} on earlier tasks since the best value (mean over the rounds of each task)",
         measure_name=None,
     ),
     AVERAGE_ACCURACY,
+    INCREMENTAL_ACCURACY,
+    ANYTIME_ACCURACY,
     FORGETTING,
     Metric(
+        "forward_transfer",
+        forward_transfer_scores,
+        "maximize",
+        "forward transfer: improvement of {quantity} on a task from before the fit to before the task, mean over tasks",
+        measure_name="forward_transfer_{measure}",
+        title="FWT",
+    ),
+    OWN_ACCURACY,
+    OWN_ACCURACY_STD,
+    OWN_ACCURACY_LOWEST,
+    OWN_ACCURACY_TENTH,
+    BYTES_ACCURACY,
+    Metric(
         "backward_transfer",
-        per_model(_backward_transfer, task_sequences),
+        per_model(backward_transfer_value, task_sequences),
         "maximize",
         "backward transfer: improvement of {quantity} from a task's last round to the end of the run, mean over tasks",
         measure_name="backward_transfer_{measure}",
         title="BWT",
     ),
-    Metric(
-        "learning_accuracy",
-        per_model(_learning, task_sequences),
-        "quantity",
-        "{quantity} on a task after its last round, mean over the tasks",
-        measure_name="learning_{measure}",
-    ),
+    LEARNING_ACCURACY,
     Metric(
         "stream_accuracy_{number}",
         per_number(lambda history: dict(enumerate(history.stream.tolist())), task_sequences),
@@ -214,35 +249,35 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric(
         "average_accuracy_local",
-        per_model(_average, local_task_sequences),
+        per_model(average_value, local_task_sequences),
         "quantity",
         "{quantity} of the client's model before aggregation, on each task after the last round, mean over the tasks",
         measure_name="average_{measure}_local",
     ),
     Metric(
         "forgetting_local",
-        per_model(_forgetting, local_task_sequences),
+        per_model(forgetting_value, local_task_sequences),
         "minimize",
         "worsening of {quantity} of the client's model before aggregation on earlier tasks since the best value",
         measure_name="forgetting_{measure}_local",
     ),
     Metric(
         "backward_transfer_local",
-        per_model(_backward_transfer, local_task_sequences),
+        per_model(backward_transfer_value, local_task_sequences),
         "maximize",
         "backward transfer of the client's model before aggregation: improvement of {quantity} on a task until the end",
         measure_name="backward_transfer_{measure}_local",
     ),
     Metric(
         "learning_accuracy_local",
-        per_model(_learning, local_task_sequences),
+        per_model(learning_value, local_task_sequences),
         "quantity",
         "{quantity} of the client's model before aggregation on a task after its last round, mean over the tasks",
         measure_name="learning_{measure}_local",
     ),
     Metric(
         "train_accuracy",
-        _training,
+        training_scores,
         "quantity",
         "{quantity} on all training samples after the last round",
         measure_name="train_{measure}",
@@ -250,8 +285,12 @@ METRICS: tuple[Metric, ...] = (
     CLIENT_STATE_BYTES,
     UPLOAD_BYTES,
     DOWNLOAD_BYTES,
-    Metric("simulated_seconds", _simulated_seconds, "minimize", "simulated duration of the run", "s"),
-    Metric("late_uploads", _late_uploads, "minimize", "number of late uploads in the timing simulation", "uploads"),
+    TRAIN_SAMPLES,
+    PROCESSOR_SECONDS,
+    Metric("simulated_seconds", simulated_seconds_scores, "minimize", "simulated duration of the run", "s"),
+    Metric(
+        "late_uploads", late_upload_scores, "minimize", "number of late uploads in the timing simulation", "uploads"
+    ),
 )
 """All metrics of ``results.json``."""
 

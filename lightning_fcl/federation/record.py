@@ -37,6 +37,9 @@ class RoundRecord:
         missed_sync: Clients that trained but missed the synchronization.
         train_losses: Training loss of each client that trained with a loss. Empty on the server of a deployment,
             because losses stay on the nodes.
+        train_samples: Number of samples in the training batches of each client, over all local epochs. Samples that a
+            replay buffer adds to the client's data are counted. Further batches that a method draws for its loss are
+            not counted. Empty on the server of a deployment.
         diverged: Clients that had a non-finite loss in a step, although their upload is finite.
         master: In a swarm, the client that aggregated the uploads.
         late_clients: Clients whose uploads would arrive too late on the simulated clock. They did not train.
@@ -55,6 +58,7 @@ class RoundRecord:
     no_data: list[str] = field(default_factory=list)
     missed_sync: list[str] = field(default_factory=list)
     train_losses: dict[str, ClientLoss] = field(default_factory=dict)
+    train_samples: dict[str, int] = field(default_factory=dict)
     diverged: list[str] = field(default_factory=list)
     master: str | None = None
     late_clients: list[str] = field(default_factory=list)

@@ -141,6 +141,11 @@ class ClientGroup:
         clients = zip(self.clients.client_ids, losses, strict=True)
         return {client: loss for client, loss in clients if loss is not None}
 
+    @property
+    def train_samples(self) -> dict[str, int]:
+        """Number of samples in the batches of each client, over all local epochs."""
+        return dict(zip(self.clients.client_ids, self._lengths.sum(axis=1).tolist(), strict=True))
+
     def requests(self) -> Iterator[BatchRequest]:
         """Yield the requests for samples, step by step: one request for each client that has a batch in the step."""
         for step in range(len(self)):

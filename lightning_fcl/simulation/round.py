@@ -295,6 +295,7 @@ class Round:
         federation, clients, participation = self.federation, client_group.clients, self.federation.participation
         trained = federation.local_trainer.finish()
         federation.server.record.train_losses |= client_group.train_losses(trained)
+        federation.server.record.train_samples |= client_group.train_samples
         self.placement.record_time(clients)
         missed = [
             participation.may_miss_sync and participation.misses_sync(client, self.number)

@@ -12,29 +12,40 @@ from torch import nn
 from lightning_fcl import FederatedStream
 from lightning_fcl.callbacks import EWC, GEM, ContinualMetrics, ICaRL, Replay
 from lightning_fcl.callbacks.evaluator import to_predictions
-from lightning_fcl.data.scenarios import ODFCLScenario
+from lightning_fcl.data.scenarios import ClassIncremental, ODFCLScenario
 from lightning_fcl.errors import InvalidValueError, MissingValueError, UnknownNameError
 from lightning_fcl.evaluation.metrics import summarize
+from lightning_fcl.evaluation.sample_bits import decode_bits
 from lightning_fcl.federation.swarm import Swarm
 from lightning_fcl.methods.method import Method
 
 
-def counts(task, stream, groups):
-    """Return the number of correct predictions on the test samples of each group."""
+def counts(task, stream, groups, classes=None):
+    """Return the number of correct predictions, among some classes, on the test samples of each group."""
     x, y = stream.get_samples(stream.plan.test)
     with torch.no_grad():
-        correct = (task(x).argmax(1) == y).numpy()
+        outputs = task(x)
+    classes = list(range(outputs.shape[1])) if classes is None else sorted(classes)
+    correct = (torch.tensor(classes)[outputs[:, classes].argmax(1)] == y).numpy()
     return [int(correct[stream.plan.groups[stream.plan.test] == g].sum()) for g in range(groups)]
 
 
 class ByHand(Callback):
     """Evaluates the current model at the end of each client's training, and at the end of each round."""
 
-    def __init__(self, stream, groups=4):
-        self.stream, self.groups, self.current, self.rounds = stream, groups, {}, []
+    def __init__(self, stream, groups=4, classes="seen"):
+        self.stream, self.groups, self.classes, self.current, self.rounds = stream, groups, classes, {}, []
 
     def evaluate(self, pl_module):
-        return counts(copy.deepcopy(pl_module).eval(), self.stream, self.groups)
+        plan, round_idx, classes = self.stream.plan, pl_module.trainer.current_epoch, None
+        if self.classes == "seen" and plan.groups_are_classes:
+            classes = {
+                label
+                for client, numbers in plan.experiences.items()
+                for task in plan.tasks[client][: numbers[round_idx] + 1]
+                for label in task
+            }
+        return counts(copy.deepcopy(pl_module).eval(), self.stream, self.groups, classes)
 
     def on_client_end(self, trainer, pl_module, client_round):
         self.current[client_round.client_id] = self.evaluate(pl_module)
@@ -44,10 +55,11 @@ class ByHand(Callback):
         self.current = {}
 
 
+@pytest.mark.parametrize("classes", ["seen", "all"])
 @pytest.mark.parametrize("max_vectorized_clients", [1, 2])
-def test_record_counts_equal_evaluation_of_each_model(fit, make_stream, make_task, max_vectorized_clients):
-    stream, metrics, task = make_stream(rounds_per_experience=2), ContinualMetrics(), make_task()
-    by_hand = ByHand(stream)
+def test_record_counts_equal_evaluation_of_each_model(fit, make_stream, make_task, max_vectorized_clients, classes):
+    stream, metrics, task = make_stream(rounds_per_experience=2), ContinualMetrics(classes=classes), make_task()
+    by_hand = ByHand(stream, classes=classes)
     trainer = fit(task, stream, [metrics, by_hand], max_vectorized_clients=max_vectorized_clients)
     rounds = metrics.record["rounds"]
     assert [entry["correct"] for entry in rounds] == by_hand.rounds
@@ -190,7 +202,10 @@ def test_plain_trainer_record_equals_single_client_federation(fit, make_stream, 
     assert [entry["correct"] for entry in federated["rounds"]] == [entry["correct"] for entry in plain["rounds"]]
     for name in ("groups", "totals", "tasks", "start", "training"):
         assert federated[name] == plain[name]
-    left, right = ({k: v for k, v in summarize(r).items() if "bytes" not in k} for r in records)
+    federation_only = ("bytes", "seconds", "train_samples")
+    left, right = (
+        {k: v for k, v in summarize(r).items() if not any(word in k for word in federation_only)} for r in records
+    )
     assert left == right and "forgetting/server" in left
     assert plain["rounds"][-1]["upload_bytes"] == {}
 
@@ -237,7 +252,9 @@ class Start(Callback):
         self.stream = stream
 
     def on_train_start(self, trainer, pl_module):
-        self.counts = counts(copy.deepcopy(pl_module).eval(), self.stream, 4)
+        self.counts = counts(
+            copy.deepcopy(pl_module).eval(), self.stream, 4, self.stream.plan.tasks[self.stream.plan.clients[0]][0]
+        )
 
 
 def test_evaluate_before_fit_counts_initial_model(fit, make_stream, make_task, tmp_path):
@@ -252,12 +269,13 @@ def test_evaluate_before_fit_counts_initial_model(fit, make_stream, make_task, t
     trainer.save_checkpoint(tmp_path / "round.ckpt")
     assert metrics.record["start"] == start.counts != metrics.record["rounds"][0]["correct"]["server"]
     assert [entry["correct"] for entry in metrics.record["rounds"]] == by_hand.rounds
-    assert start.counts == counts(make_task().eval(), stream, 4)
+    first_task = stream.plan.tasks["0"][0]
+    assert start.counts == counts(make_task().eval(), stream, 4, first_task)
     continued = ContinualMetrics(evaluate_before_fit=True)
     fit(make_task(seed=1), make_stream(), [continued], ckpt_path=tmp_path / "round.ckpt")
     assert continued.record["start"] == start.counts and len(continued.record["rounds"]) == 2
     fit(make_task(seed=1), stream, [metrics, start])
-    assert metrics.record["start"] == start.counts == counts(make_task(seed=1).eval(), stream, 4)
+    assert metrics.record["start"] == start.counts == counts(make_task(seed=1).eval(), stream, 4, first_task)
     fit(make_task(), stream, [plain])
     assert "start" not in plain.record
 
@@ -477,3 +495,67 @@ def test_to_predictions_ties_and_nan_equal_torch_argmax(dtype):
     outputs[1, 0, 2] = outputs[1, 0, 5] = torch.inf
     outputs[1, 1] = -torch.inf
     assert torch.equal(to_predictions(outputs), outputs.argmax(dim=-1))
+
+
+class Unseen(nn.Module):
+    """A network that predicts class 3 for every sample, and the right class second."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        outputs = x[:, :4] * self.weight
+        return outputs + torch.tensor([0.0, 0.0, 0.0, 1e6])
+
+
+def test_classes_seen_ignores_outputs_of_later_classes(fit, make_stream, make_task):
+    """Without the class that has not appeared, all predictions of the first experience are right.
+
+    With all classes, the accuracy of the first experience is 0, and a class appears to be forgotten less than it is.
+    """
+    values = {}
+    for classes in ("seen", "all"):
+        metrics, y = ContinualMetrics(classes=classes), np.arange(240) % 4
+        scenario = ClassIncremental(num_experiences=2)
+        stream = FederatedStream.from_arrays(np.eye(6, dtype=np.float32)[y], y, scenario=scenario, seed=0)
+        fit(make_task(model=Unseen()), stream, [metrics])
+        values[classes] = summarize(metrics.record)
+    assert values["seen"]["stream_accuracy_0/server"] == 1.0 and values["all"]["stream_accuracy_0/server"] == 0.0
+    assert values["seen"]["final_accuracy/server"] == values["all"]["final_accuracy/server"]
+    assert values["seen"]["forgetting/server"] > values["all"]["forgetting/server"]
+
+
+@pytest.mark.parametrize("when", ["aggregated", "both"])
+def test_server_each_round_adds_tests_of_the_server_only(fit, make_stream, make_task, when):
+    records = []
+    for each_round in (False, True):
+        metrics = ContinualMetrics(when=when, server_each_round=each_round)
+        fit(make_task(), make_stream(rounds_per_experience=3), [metrics])
+        records.append(metrics.record["rounds"])
+    less, more = records
+    assert [[*entry["correct"]] for entry in less if entry["correct"]] == [["server", "0", "1", "2"]] * 2
+    assert [[*entry["correct"]] for entry in more] == ([["server"]] * 2 + [["server", "0", "1", "2"]]) * 2
+    assert all(a["correct"] == b["correct"] for a, b in zip(less, more, strict=True) if a["correct"])
+
+
+@pytest.mark.parametrize("max_vectorized_clients", [1, 3])
+def test_train_samples_and_processor_time_of_rounds(fit, make_stream, make_task, max_vectorized_clients):
+    stream, metrics = make_stream(partition="dirichlet"), ContinualMetrics()
+    options = {"local_epochs": 3, "max_vectorized_clients": max_vectorized_clients}
+    fit(make_task(), stream, [metrics], **options)
+    for entry, current in zip(metrics.record["rounds"], stream.plan.train, strict=True):
+        assert entry["train_samples"] == {client: 3 * len(rows) for client, rows in sorted(current.items())}
+        assert entry["processor_seconds"] > 0
+    total = sum(3 * len(rows) for current in stream.plan.train for rows in current.values())
+    assert summarize(metrics.record)["train_samples/total"] == total
+
+
+def test_correct_samples_are_those_of_the_last_test(fit, make_stream, make_task):
+    stream, metrics, task = make_stream(), ContinualMetrics(), make_task()
+    fit(task, stream, [metrics])
+    x, y = stream.get_samples(stream.plan.test)
+    with torch.no_grad():
+        expected = (task.eval()(x).argmax(1) == y).numpy()
+    found = decode_bits(metrics.record["correct_samples"]["server"], sum(metrics.record["totals"]))
+    assert found.tolist() == expected.tolist() and 0 < found.sum() < len(found)

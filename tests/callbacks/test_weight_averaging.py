@@ -118,7 +118,7 @@ def test_average_starts_in_start_round(fit, make_stream, make_task, tmp_path):
 def test_continual_metrics_test_the_average(fit, make_stream, is_first, when):
     """The recorded counts are those of the average, for both orders of the callbacks."""
     module, seen = normalized(), States()
-    metrics = ContinualMetrics(clients="none", when=when, evaluate_on_train=True)
+    metrics = ContinualMetrics(clients="none", when=when, classes="all", evaluate_on_train=True)
     callbacks = [ServerWeightAveraging(0.8), metrics]
     stream = make_stream(rounds_per_experience=2)
     fit(module, stream, [*(callbacks if is_first else callbacks[::-1]), seen])

@@ -112,9 +112,9 @@ def test_reproduce_run_of_first_tasks_resumes_with_more_tasks(toy, tmp_path, mon
 
     def results():
         found = read_results(tmp_path / "out" / "a-row" / "seed-0")
-        return found, [{**entry, "seconds": 0} for entry in found["record"]["rounds"]]
+        return found, [{**entry, "seconds": 0, "processor_seconds": 0} for entry in found["record"]["rounds"]]
 
-    rounds = [{**entry, "seconds": 0} for entry in whole["record"]["rounds"]]
+    rounds = [{**entry, "seconds": 0, "processor_seconds": 0} for entry in whole["record"]["rounds"]]
     reproduce(tmp_path / "out", "--tasks", "1", "--commit-runs")
     found, own = results()
     assert own == rounds[:1] and found["tasks"] == 1 and found["finished"] and len(rounds) == 2

@@ -42,7 +42,7 @@ def contents(folder):
 def get_record(folder):
     """Return the record of a run. Measured times are set to 0."""
     record = read_results(folder)["record"]
-    return {**record, "rounds": [{**entry, "seconds": 0} for entry in record["rounds"]]}
+    return {**record, "rounds": [{**entry, "seconds": 0, "processor_seconds": 0} for entry in record["rounds"]]}
 
 
 def state(folder):

@@ -137,6 +137,7 @@ def same_run(left, right):
     records = [read_results(out)["record"]["rounds"] for out in (left, right)]
     for entry in (entry for rounds in records for entry in rounds):
         entry.pop("seconds", None)
+        entry.pop("processor_seconds", None)
     states = weights(left), weights(right)
     return records[0] == records[1] and all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 

@@ -105,7 +105,7 @@ def test_out_that_is_a_folder_or_a_file_of_a_run_raises(tiny, tmp_path, capsys, 
 def get_record(folder):
     """Return the record of a run without measured times."""
     record = read_results(folder)["record"]
-    return {**record, "rounds": [{**entry, "seconds": 0} for entry in record["rounds"]]}
+    return {**record, "rounds": [{**entry, "seconds": 0, "processor_seconds": 0} for entry in record["rounds"]]}
 
 
 @pytest.mark.seconds

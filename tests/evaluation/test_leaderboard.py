@@ -15,7 +15,8 @@ def run(tasks=2):
             "correct": {"server": [9 - number, 6 * number], "a": [9, 7], "b": [7, 5]},
             "upload_bytes": {"a": 30, "b": 50},
             "download_bytes": {"a": 10, "b": 10},
-            "seconds": 1.5,
+            "processor_seconds": 1.5,
+            "train_samples": {"a": 100, "b": 400},
         }
         for number in range(tasks)
     ]
@@ -28,6 +29,7 @@ def run(tasks=2):
             "tasks": groups,
             "rounds": rounds,
             "client_state_bytes": kept,
+            "client_samples": {"a": [[0, 10], [1, 30]], "b": [[1, 5]]},
         }
     }
 
@@ -36,20 +38,28 @@ def test_leaderboard_row_has_expected_values():
     found = leaderboard_row(run())
     assert found == {
         "last_accuracy": 0.7,
-        "stage_accuracy": pytest.approx((0.9 + 0.7) / 2),
+        "incremental_accuracy": pytest.approx((0.9 + 0.7) / 2),
+        "anytime_accuracy": pytest.approx((0.9 + 0.7) / 2),
+        "learning_accuracy": pytest.approx((0.9 + 0.6) / 2),
         "forgetting": pytest.approx(0.1),
-        "worst_client": 0.6,
+        "own_accuracy": pytest.approx((0.75 + 0.5) / 2),
+        "own_accuracy_std": pytest.approx(0.125),
+        "own_accuracy_lowest": 0.5,
+        "own_accuracy_lowest_tenth": 0.5,
+        # A client transmits 100 bytes, which is below the range.
+        "bytes_accuracy": pytest.approx(0.7),
         "rounds": 2.0,
         "upload_bytes": 40.0,
         "download_bytes": 10.0,
         "client_state_bytes": 12.0,
-        "seconds": 3.0,
+        "processor_seconds": 3.0,
+        "train_samples": 1000.0,
     }
 
 
 def test_leaderboard_row_one_task_has_no_forgetting():
     found = leaderboard_row(run(tasks=1))
-    assert "forgetting" not in found and found["stage_accuracy"] == 0.9 and found["upload_bytes"] == 40.0
+    assert "forgetting" not in found and found["incremental_accuracy"] == 0.9 and found["upload_bytes"] == 40.0
 
 
 def table(**methods):
@@ -58,7 +68,7 @@ def table(**methods):
             "last_accuracy": Cell(dict(enumerate(values))),
             "upload_bytes": Cell({0: 4000.0 * len(name)}),
             "download_bytes": Cell({0: 4000.0}),
-            "seconds": Cell({0: 7.6 * len(name)}),
+            "processor_seconds": Cell({0: 7.6 * len(name)}),
         }
         for name, values in methods.items()
     }
@@ -71,7 +81,15 @@ NOTES = {"low": {"logits": "all"}, "high": {"logits": "task's", "leaves": "weigh
 def test_leaderboard_table_sorts_by_accuracy_and_skips_missing_runs():
     lines = leaderboard_table(table(low=[0.25, 0.35], high=[0.5, 0.5]), "P", NOTES).splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    assert cells[0] == ["method", "last accuracy", "upload, kB", "download, kB", "seconds", "logits", "leaves"]
+    assert cells[0] == [
+        "method",
+        "last accuracy",
+        "upload, kB",
+        "download, kB",
+        "processor time, s",
+        "logits",
+        "leaves",
+    ]
     assert cells[2:] == [
         ["high", "0.500 ± 0.000", "16", "4", "30", "task's", "weights"],
         ["low", "0.300 ± 0.071", "12", "4", "23", "all", "-"],

@@ -43,7 +43,7 @@ def test_metric_record_is_complete(metric):
     # If the quantity determines the direction, the description contains a placeholder for the quantity. The measure
     # name, if any, contains a placeholder for the measure.
     if metric.direction == "quantity":
-        assert description.startswith(("{quantity}", "lowest {quantity}"))
+        assert description.startswith("{quantity}")
         assert metric.measure_name is None or "{measure}" in metric.measure_name
     if metric.measure_name and "{measure}" in metric.measure_name:
         assert "{quantity}" in description
@@ -66,7 +66,7 @@ def test_metric_names_are_unique_for_every_quantity():
 def test_leaderboard_columns_match_units_and_directions_of_metrics():
     for column in COLUMNS:
         if metric := find_metric(column.name):
-            assert (metric.unit, metric.direction) == (column.unit, column.direction)
+            assert (metric.unit, metric.direction) == (column.unit, column.for_quantity(ACCURACY).direction)
 
 
 def run_of(quantity, is_good):
@@ -91,10 +91,19 @@ def run_of(quantity, is_good):
                 "download_bytes": {"a": 2 * size, "b": size},
                 "simulated_seconds": size / 10,
                 "late_clients": [] if is_good else ["a"],
+                "train_samples": {"a": size, "b": size},
                 "seconds": size / 100,
+                "processor_seconds": size / 200,
             }
         )
-    record = {"groups": names, "totals": [100] * 3, "tasks": tasks, "rounds": rounds}
+    record = {"groups": names, "totals": [100] * 3, "tasks": tasks, "rounds": rounds, "scenario": "domain"}
+    before = results_of("values" if quantity != ACCURACY else "correct", ["server"], quantity, 0.1 if is_good else 0.7)
+    record |= {"start": next(iter(before.values()))["server"]}
+    record["client_samples"] = {"a": [[0, 5], [2, 1]], "b": [[1, 3]]}
+    if quantity == ACCURACY and not is_good:
+        # The clients of the bad run differ.
+        for entry in rounds:
+            entry["correct"]["b"] = [count - 5 for count in entry["correct"]["b"]]
     record["client_state_bytes"] = {"a": 5, "b": 7} if is_good else {"a": 50, "b": 70}
     if quantity == ACCURACY:
         return record | {"training": {"correct": 9 if is_good else 2, "total": 10}}
@@ -140,11 +149,16 @@ def test_metric_units_scale_with_bytes_and_seconds_of_the_record():
     """Metrics in bytes or seconds are proportional to the record's bytes or simulated seconds. Others do not change."""
     record = run_of(ACCURACY, True)
     before = summarize(record)
-    for unit, names in {"B": ("upload_bytes", "download_bytes"), "s": ("simulated_seconds",)}.items():
+    for unit, names in {
+        "B": ("upload_bytes", "download_bytes"),
+        "s": ("simulated_seconds", "processor_seconds"),
+    }.items():
         rounds = [{**entry, **{name: times_three(entry[name]) for name in names}} for entry in record["rounds"]]
         kept = times_three(record["client_state_bytes"]) if unit == "B" else record["client_state_bytes"]
         after = summarize(record | {"rounds": rounds, "client_state_bytes": kept})
         for key, value in before.items():
+            if key == "bytes_accuracy/server":  # It depends on the bytes, but has no unit.
+                continue
             factor = 3 if known(key).unit == unit else 1
             assert after[key] == pytest.approx(factor * value), key
 

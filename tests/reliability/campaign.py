@@ -277,7 +277,9 @@ def comes_to(folder: Path) -> dict[str, object]:
         name = path.relative_to(out).as_posix()
         if path.name == "results.json":
             results = read_results(path.parent)
-            rounds = [{k: v for k, v in entry.items() if k != "seconds"} for entry in results["record"]["rounds"]]
+            rounds = [
+                {k: v for k, v in entry.items() if not k.endswith("seconds")} for entry in results["record"]["rounds"]
+            ]
             found[name] = [results["metrics"], rounds, is_complete(path.parent)]
         elif path.name == "table.json":
             found[name] = {
