@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from lightning_fcl.errors import InvalidValueError
+from lightning_fcl.evaluation.client_spread import own_accuracies
 from lightning_fcl.evaluation.continual import FloatArray
 from lightning_fcl.evaluation.curves import curves
 from lightning_fcl.evaluation.metric import Unit
@@ -24,7 +25,7 @@ from lightning_fcl.evaluation.metrics import (
     FORGETTING,
     UPLOAD_BYTES,
 )
-from lightning_fcl.evaluation.record import get_quantity
+from lightning_fcl.evaluation.record import ACCURACY, Evaluation, get_quantity
 from lightning_fcl.validation import format_names
 
 BANDWIDTHS = (1e5, 2.5e5, 5e5, 1e6, 5e6, 1e7)
@@ -94,7 +95,13 @@ def summary_metrics(results: Mapping[str, Any]) -> list[SummaryMetric]:
                 if value is not None
             ]
             summaries += available_metrics[:1]
-    if len(ends := final_client_metrics(record)) > 1:
+    own = own_accuracies(Evaluation(record, quantity)) if quantity == ACCURACY else {}
+    own = {client: value for client, value in own.items() if np.isfinite(value)}
+    if len(own) > 1:
+        client = min(own, key=own.__getitem__)
+        note = f"{model_name(client)}, with the classes of its own samples"
+        summaries.append(SummaryMetric("worst client", own[client], note))
+    elif len(ends := final_client_metrics(record)) > 1:
         client, value = ends[0]
         summaries.append(SummaryMetric("worst client", value, f"{model_name(client)}, on all experiences so far"))
     if communication_bytes := sum(
