@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fcl import Classifier
 from lightning_fcl.errors import DamagedFileError, MissingValueError, UnknownNameError
-from lightning_fcl.models import MLP, DyTox, EchoStateNetwork, FedWEITNet, LoRA, create_vit
+from lightning_fcl.models import MLP, DyTox, EchoStateNetwork, FedWEITNet, Generator, LoRA, create_vit
 from lightning_fcl.models._layers import count_patches
 from lightning_fcl.models.backbone import frozen_backbone
 from lightning_fcl.models.generator import batchnorm_layers
@@ -240,6 +240,12 @@ ROWS |= {
         {"layer": nn.ReLU()},
         {"layer": nn.BatchNorm2d(4)},
         "Add a layer such as `nn.BatchNorm2d`, or use another method.",
+    ),
+    "generator of sequences": Row(
+        lambda lab, size: Generator(size, width=1),
+        {"size": (6, 128)},
+        {"size": (6,)},
+        "Use a size of three numbers or of one number.",
     ),
     "reservoir in another precision": Row(
         lambda lab, precision: fit_reservoir(lab, strategy={"trainer_args": {"precision": precision}}),

@@ -25,6 +25,7 @@ class MLP(Serializable, nn.Sequential):
 
     Args:
         sizes: Number of features of the input, of each hidden layer and of the output. At least two numbers.
+        batch_norm: Whether a batch normalization precedes each linear layer. The first one normalizes the inputs.
 
     Raises:
         ValueError: If there are fewer than two sizes.
@@ -35,7 +36,7 @@ class MLP(Serializable, nn.Sequential):
         torch.Size([2, 10])
     """
 
-    def __init__(self, sizes: Sequence[int]) -> None:
+    def __init__(self, sizes: Sequence[int], batch_norm: bool = False) -> None:
         if len(sizes) < 2:
             raise InvalidValueError(
                 f"Expected `sizes` to contain at least an input and an output size, but got {list(sizes)}.",
@@ -43,7 +44,8 @@ class MLP(Serializable, nn.Sequential):
             )
         layers: list[nn.Module] = [nn.Flatten()]
         for inputs, outputs in pairwise(sizes):
-            layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+            normalization = [nn.BatchNorm1d(inputs)] if batch_norm else []
+            layers += [*normalization, nn.Linear(inputs, outputs), nn.ReLU()]
         super().__init__(*layers[:-1])
         self.features = sizes[-2]
 
