@@ -33,6 +33,7 @@ from .head_calibration import Fed3R as Fed3R
 from .intrinsic_plasticity import IntrinsicPlasticity as IntrinsicPlasticity
 from .lvt import LVTMethod as LVTMethod
 from .method import Method as Method
+from .mfcl import MFCL as MFCL
 from .needs import Needs as Needs
 from .per_sample_gradients import fisher_diagonal as fisher_diagonal
 from .personalization import APFL as APFL

@@ -25,8 +25,8 @@ from lightning_fcl.methods.method import Method, class_mask, match_output, sampl
 from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.teachers import (
     Once,
-    has_old_classes,
     models_before,
+    old_classes,
     present_experiences,
     with_teacher,
     without_teacher,
@@ -232,7 +232,7 @@ class GLFC(Method):
             self._encoder = make_encoder(self._size, self._classes, draws).to(pl_module.device)
 
     def init_server_state(self, module: L.LightningModule) -> State:
-        distils = self.strength > 0 and has_old_classes(module)
+        distils = self.strength > 0 and old_classes(module)
         teacher = models_before(module, present_experiences(module, 0)[-1:]) if distils else {}
         if not self.proxy_server:
             return teacher

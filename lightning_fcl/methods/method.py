@@ -79,12 +79,12 @@ def get_driver(trainer: L.Trainer) -> MethodDriver:
     return driver
 
 
-def sample_shape(federation: FederationProtocol, name: str) -> tuple[int, ...]:
-    """Return the shape of one sample of a federation's stream, without the batch dimension.
+def first_sample(federation: FederationProtocol, name: str) -> Tensor:
+    """Return one training sample of a federation's stream, without the batch dimension.
 
     Args:
         federation: The federation.
-        name: Name of the method that needs the shape, for the error message.
+        name: Name of the method that needs the sample, for the error message.
 
     Raises:
         MissingValueError: If the stream has no samples, as on the server of a deployment.
@@ -98,7 +98,13 @@ def sample_shape(federation: FederationProtocol, name: str) -> tuple[int, ...]:
         )
     # Reading a sample may draw random numbers in the dataset's own code.
     with isolate_rng():
-        return tuple(stream.get_samples(rows[:1])[0].shape[1:])
+        sample: Tensor = stream.get_samples(rows[:1])[0][0]
+    return sample
+
+
+def sample_shape(federation: FederationProtocol, name: str) -> tuple[int, ...]:
+    """Return the shape of one sample of a federation's stream, without the batch dimension. See `first_sample`."""
+    return tuple(first_sample(federation, name).shape)
 
 
 def class_mask(num_classes: int, classes: Sequence[int]) -> Tensor:

@@ -1,4 +1,4 @@
-"""TARGET: distillation of the old model on synthetic images from a generator."""
+"""TARGET: distillation of the old model on synthetic samples from a generator."""
 
 from __future__ import annotations
 
@@ -8,40 +8,32 @@ from typing import ClassVar
 import lightning.pytorch as L
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from lightning_fcl.data.batching import Batch
-from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.aggregation import ReductionRules, State
 from lightning_fcl.federation.client_store import StateSection
-from lightning_fcl.federation.protocols import require_federation
 from lightning_fcl.methods.base import ReplaySamples
 from lightning_fcl.methods.context import Client, Server, Step
 from lightning_fcl.methods.distillation import distillation_loss
-from lightning_fcl.methods.functional import evaluation_mode, predictions
-from lightning_fcl.methods.method import (
-    Method,
-    add_seen_classes,
-    class_mask,
-    mask_other_classes,
-    match_output,
-    sample_shape,
-)
+from lightning_fcl.methods.functional import predictions, to_input
+from lightning_fcl.methods.generative import GenerativeMethod, generator_training, take_step
+from lightning_fcl.methods.method import add_seen_classes, class_mask, mask_other_classes, match_output
 from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.prototypes import SparseSum
-from lightning_fcl.models.generator import Generator, batchnorm_layers, with_statistics_distance
+from lightning_fcl.models.generator import with_statistics_distance
 from lightning_fcl.validation import above, at_least, validated
 
 
 @dataclass(eq=False)
-class TARGET(Method):
+class TARGET(GenerativeMethod):
     """TARGET (Zhang et al., 2023): distill old classes on images that the server generates without client data.
 
     The loss is ``task loss + distillation_weight * KD``. KD compares the logits of old classes on a batch of generated
     images. The teacher is the server's model at the end of the previous experience. In the paper, the cross-entropy is
     among the classes of the current experience only: add ``MeanOutputLoss(mu=0.0)`` for this. With a cross-entropy over
-    all classes, the method does not prevent forgetting. The network needs batch normalization.
+    all classes, the method does not prevent forgetting. The network needs batch normalization. Samples can also be
+    feature vectors instead of images.
 
     When an experience ends, the server generates ``num_images`` images in batches. For each batch, the server trains a
     generator, so that the server's model predicts randomly drawn classes for the images. The images' statistics in the
@@ -66,8 +58,8 @@ class TARGET(Method):
         temperature: Temperature that softens the outputs of teacher and student, above 0.
 
     Raises:
-        ValueError: If an argument is out of range, or the Trainer does not run a federation with images. Also if the
-            module has no batch normalization statistics or no class logits.
+        ValueError: If an argument is out of range, or the Trainer does not run a federation. Also if the samples are
+            neither images nor vectors, or the module has no batch normalization statistics or no class logits.
 
     Example:
         >>> TARGET(batch_size=16).replay_batch_size
@@ -94,25 +86,11 @@ class TARGET(Method):
         return self.batch_size
 
     @property
-    def _makes(self) -> bool:
+    def is_generating(self) -> bool:
         return self.distillation_weight > 0 and self.num_images > 0
 
-    def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self._makes:
-            federation = require_federation(trainer, "TARGET", self.needs.federation_reason)
-            self._size, self._classes = sample_shape(federation, "TARGET"), federation.stream.num_classes
-            if len(self._size) != 3:
-                raise InvalidValueError(
-                    "Expected images, shape (channels, height, width), for `TARGET`, but got samples of shape "
-                    f"{self._size}.",
-                    hint="Use a dataset of images, or another method.",
-                    argument="x",
-                    value=self._size,
-                )
-            batchnorm_layers(pl_module)
-
     def init_server_state(self, module: L.LightningModule) -> State:
-        if not self._makes:
+        if not self.is_generating:
             return {}
         empty_tensor = torch.zeros(0, device=module.device)
         return {"images": empty_tensor, "logits": empty_tensor, "ended": empty_tensor.new_zeros(self._classes)}
@@ -157,10 +135,9 @@ class TARGET(Method):
         }
 
     def process_aggregate(self, server: Server) -> State:
-        if not (self._makes and server.ends and server.server_state["ended"].any()):
+        if not (self.is_generating and server.ends and server.server_state["ended"].any()):
             return {}
-        with isolate_rng():
-            torch.manual_seed(server.generator.initial_seed())
+        with generator_training(server):
             images = self._make(server.module, server.server_state["ended"].nonzero()[:, 0])
         logits = predictions(server.module, server.state, images)
         server.server_state.update(
@@ -168,26 +145,20 @@ class TARGET(Method):
         )
         return {}
 
-    @torch.enable_grad()
     def _make(self, module: L.LightningModule, classes: Tensor) -> Tensor:
-        """Return images of some classes, shape (images, channels, height, width), generated with the current model."""
-        generator, image_batches = Generator(self._size, width=self.width).to(module.device), list[Tensor]()
+        """Return samples of some classes, shape (samples, ...), generated with the current model."""
+        generator, image_batches = self.make_generator(module, noise_dim=256, width=self.width), list[Tensor]()
         learning = torch.optim.Adam(generator.parameters(), lr=0.002, betas=(0.5, 0.999))
-        with evaluation_mode(module):
-            while len(image_batches) * self.batch_size < self.num_images:
-                noise = torch.randn(self.batch_size, generator.noise_dim).to(module.device).requires_grad_()
-                y = classes[torch.randint(len(classes), (self.batch_size,)).to(classes.device)]
-                moving, nearest = torch.optim.Adam([noise], lr=0.01, betas=(0.5, 0.999)), torch.inf
-                for _ in range(self.num_steps):
-                    images = generator(noise)
-                    logits, distance = with_statistics_distance(module, images)
-                    loss = 0.5 * F.cross_entropy(logits, y) + self.statistics_weight * distance
-                    if float(loss) < nearest:
-                        nearest, best = float(loss), images.detach()
-                    leaves = [noise, *generator.parameters()]
-                    for leaf, gradient in zip(leaves, torch.autograd.grad(loss, leaves), strict=True):
-                        leaf.grad = gradient
-                    learning.step()
-                    moving.step()
-                image_batches.append(best)
+        while len(image_batches) * self.batch_size < self.num_images:
+            noise = to_input(module, torch.randn(self.batch_size, generator.noise_dim)).requires_grad_()
+            y = classes[torch.randint(len(classes), (self.batch_size,)).to(classes.device)]
+            moving, nearest = torch.optim.Adam([noise], lr=0.01, betas=(0.5, 0.999)), torch.inf
+            for _ in range(self.num_steps):
+                images = generator(noise)
+                logits, distance = with_statistics_distance(module, images)
+                loss = 0.5 * F.cross_entropy(logits, y) + self.statistics_weight * distance
+                if float(loss) < nearest:
+                    nearest, best = float(loss), images.detach()
+                take_step(loss, learning, moving)
+            image_batches.append(best)
         return torch.cat(image_batches)[: self.num_images]

@@ -41,13 +41,17 @@ def present_experiences(module: L.LightningModule, fits: int, round_offset: int 
     return (fits,) if stream is None else stream.plan.current_experiences(_round(module, stream.plan, round_offset))
 
 
-def has_old_classes(module: L.LightningModule) -> bool:
-    """Return whether the current round has old classes, which are classes of earlier experiences.
+def old_classes(module: L.LightningModule, round_offset: int = 0) -> tuple[int, ...]:
+    """Return the old classes of a round, which are the classes of earlier experiences.
 
-    Always False without a `FederatedStream`.
+    Always empty without a `FederatedStream`.
+
+    Args:
+        module: The module.
+        round_offset: Number of rounds from the current round to this round, at least 0.
     """
     stream = find_stream(module.trainer)
-    return stream is not None and bool(stream.plan.class_split(_round(module, stream.plan))[1])
+    return () if stream is None else stream.plan.class_split(_round(module, stream.plan, round_offset))[1]
 
 
 def _round(module: L.LightningModule, plan: Plan, round_offset: int = 0) -> int:

@@ -1,4 +1,4 @@
-"""Tests of TARGET: distillation of the old model on generated images."""
+"""Tests of TARGET: distillation of the old model on generated samples."""
 
 from itertools import product
 
@@ -18,6 +18,7 @@ from lightning_fcl.data.partition import Dirichlet
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.methods.context import Client, Step
+from lightning_fcl.models import MLP
 from lightning_fcl.models.generator import with_statistics_distance
 
 
@@ -183,9 +184,27 @@ def test_target_resumed_fit_equals_uninterrupted_fit(assert_resumes):
     assert_resumes(make, small, lambda: digits(rounds=2), max_vectorized_clients=1)
 
 
-def test_target_vectors_or_no_batchnorm_raises(fit, make_stream, make_task):
-    with raises(InvalidValueError, "x"):
-        fit(make_task(), make_stream(), [TARGET()])
+def test_target_generates_feature_vectors(fit):
+    torch.manual_seed(0)
+    task = Classifier(MLP([64, 12, 10], batch_norm=True), 10, lambda params: torch.optim.SGD(params, lr=0.05))
+    kept, arrays = Kept(), load_dataset("digits")
+    vectors = FederatedStream.from_arrays(
+        arrays.x[:200].flatten(1), arrays.y[:200], scenario=ClassIncremental(2, 1), partition=Dirichlet(3, 0.5), seed=0
+    )
+    fit(task, vectors, [small(), MeanOutputLoss(0.0), kept], max_vectorized_clients=1)
+    images, logits = kept.kept[0]["images"], kept.kept[0]["logits"]
+    assert images.shape == (24, 64) and logits.shape == (24, 10)
+    task.load_state_dict(kept.states[0])
+    with torch.no_grad():
+        torch.testing.assert_close(task.eval()(images), logits)
+
+
+def test_target_sequences_integers_or_no_batchnorm_raise(fit, make_task):
+    y = torch.arange(48) % 4
+    for x in (torch.randn(48, 2, 3), torch.ones(48, 6, dtype=torch.long)):
+        stream = FederatedStream.from_arrays(x, y, scenario=ClassIncremental(2, 1), partition=Dirichlet(3, 0.5))
+        with raises(InvalidValueError, "x"):
+            fit(make_task(), stream, [TARGET()])
     with raises(InvalidValueError, "network"):
         plain = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
         fit(make_task(model=plain), digits(), [TARGET()])
