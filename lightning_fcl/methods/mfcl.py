@@ -226,7 +226,7 @@ class MFCL(GenerativeMethod):
         teacher = {**step.received_state, **strip_prefix(client.method_state, "teacher")}
         # Real and synthetic samples are one batch, so that batch normalization uses the statistics of both.
         features, number = step.embed_fn(torch.cat([step.x, images])), len(step.y)
-        weight, bias = (step.params.get(name, step.received_state[name]) for name in self._head)
+        weight, bias = ((step.params if name in step.params else step.received_state)[name] for name in self._head)
         # A client without replay samples has images of zeros, which must not change its statistics.
         has_images = torch.as_tensor(step.replay_weight, device=images.device) > 0
         output = torch.where(has_images, F.linear(features[:number], weight, bias), step.output)

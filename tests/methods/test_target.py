@@ -189,7 +189,11 @@ def test_target_generates_feature_vectors(fit):
     task = Classifier(MLP([64, 12, 10], batch_norm=True), 10, lambda params: torch.optim.SGD(params, lr=0.05))
     kept, arrays = Kept(), load_dataset("digits")
     vectors = FederatedStream.from_arrays(
-        arrays.x[:200].flatten(1), arrays.y[:200], scenario=ClassIncremental(2, 1), partition=Dirichlet(3, 0.5), seed=0
+        arrays.x[:200].reshape(200, 64),
+        arrays.y[:200],
+        scenario=ClassIncremental(2, 1),
+        partition=Dirichlet(3, 0.5),
+        seed=0,
     )
     fit(task, vectors, [small(), MeanOutputLoss(0.0), kept], max_vectorized_clients=1)
     images, logits = kept.kept[0]["images"], kept.kept[0]["logits"]
