@@ -61,6 +61,13 @@ register_fedavg_statement("SI", strength=0.0)
 register_fedavg_statement("LwF", strength=0.0)
 register_fedavg_statement("TARGET", distillation_weight=0.0)
 register_fedavg_statement("TARGET", num_images=0)
+register_fedavg_statement(
+    "MFCL",
+    "with a single task and without synthetic samples the loss is the cross-entropy of all classes",
+    tasks=1,
+    distillation_weight=0.0,
+    finetune_weight=0.0,
+)
 
 
 @statement("FedProx", "the penalty is mu / 2 times the squared distance to the received parameters")

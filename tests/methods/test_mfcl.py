@@ -298,9 +298,7 @@ def test_mfcl_generator_is_sent_once_per_experience(fit):
         assert mine["upload_bytes"] == plain["upload_bytes"]
         for client, count in mine["download_bytes"].items():
             added = count - plain["download_bytes"][client]
-            if number < 4:
-                assert added == 0
-            elif client in more:
+            if number < 4 or client in more:
                 assert added == 0
             else:
                 more[client] = [number, added]
