@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 
 from lightning_fcl import Classifier
 from lightning_fcl.callbacks import (
+    MFCL,
     TARGET,
     Fed3R,
     FedProx,
@@ -165,8 +166,9 @@ def sample_gradients(lab, alone):
     assert found
 
 
-def fit_target(lab, callbacks):
-    return fit_one_round(lab, callbacks=callbacks)
+def fit_generator(lab, shape=(6,), method=TARGET, **options):
+    task = Classifier(MLP([6, 5, 4], batch_norm=True), 4, sgd)
+    return fit_one_round(lab, small_stream(x=torch.randn(48, *shape)), task, callbacks=[method(**options)])
 
 
 def fit_fed3r(lab, bias):
@@ -274,8 +276,17 @@ ROWS |= {
     "gradients of samples of a module that returns a tuple": Row(
         sample_gradients, {"alone": False}, {"alone": True}, "Return the logits alone.", InvalidTypeError
     ),
-    "TARGET with vectors": Row(
-        fit_target, {"callbacks": [TARGET()]}, {"callbacks": []}, "Use a dataset of images, or another method."
+    "TARGET with sequences": Row(
+        fit_generator,
+        {"shape": (2, 3)},
+        {"shape": (6,)},
+        "Use a dataset of images or feature vectors, or another method.",
+    ),
+    "MFCL with less noise than classes": Row(
+        lambda lab, **options: fit_generator(lab, method=MFCL, **options),
+        {"noise_dim": 3},
+        {"noise_dim": 4},
+        "Increase `noise_dim`, because the first numbers of the noise are the scores of the classes.",
     ),
     "Re-Fed with a high learning rate": Row(
         lambda lab, rate: fit_one_round(lab, callbacks=[ReFed(8, lr=rate)]),

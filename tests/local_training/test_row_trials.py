@@ -429,7 +429,7 @@ def test_method_trial_leaves_no_changes(fit, monkeypatch):
 
 KINDS = [kind for kind in (getattr(library, name) for name in library.__all__) if isinstance(kind, type)]
 KINDS = {kind.__name__: kind for kind in KINDS if issubclass(kind, Method) and kind is not Method}
-OF_OTHER_TASKS = {"DyToxMethod", "FedWEIT", "IntrinsicPlasticity", "LVTMethod", "LoRM", "TARGET", "Unlearning"}
+OF_OTHER_TASKS = {"DyToxMethod", "FedWEIT", "IntrinsicPlasticity", "LVTMethod", "LoRM", "MFCL", "TARGET", "Unlearning"}
 """Methods that need a special network, task or data. Other files test these methods."""
 
 

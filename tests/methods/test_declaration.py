@@ -337,7 +337,7 @@ KINDS = {kind.__name__: kind for kind in KINDS if issubclass(kind, Method) and k
     "name",
     [
         *("APFL", "CCVR", "Ditto", "Fed3R", "FedCBDR", "FedDyn", "FedNova", "FedRep", "FedViT", "FedWEIT", "FOT"),
-        *("LoRM", "RegMean", "SCAFFOLD", "TARGET", "Unlearning"),
+        *("LoRM", "MFCL", "RegMean", "SCAFFOLD", "TARGET", "Unlearning"),
     ],
 )
 def test_federation_method_in_plain_trainer_raises(make_task, samples, train, name):
