@@ -60,7 +60,8 @@ class Generator(Serializable):
             )
         at_least(1, noise_dim=noise_dim, width=width, size=min(size))
         self.noise_dim = noise_dim
-        self.net = _image_layers(size, noise_dim, width) if len(size) == 3 else _vector_layers(*size, noise_dim, width)
+        make_layers = _image_layers if len(size) == 3 else _vector_layers
+        self.net = make_layers(size, noise_dim, width)
 
     def forward(self, z: Tensor) -> Tensor:
         """Return samples, shape (batch, *size), generated from noise, shape (batch, noise_dim)."""
@@ -88,8 +89,8 @@ def _image_layers(size: Sequence[int], noise_dim: int, width: int) -> nn.Sequent
     )
 
 
-def _vector_layers(features: int, noise_dim: int, width: int) -> nn.Sequential:
-    units = 16 * width
+def _vector_layers(size: Sequence[int], noise_dim: int, width: int) -> nn.Sequential:
+    (features,), units = size, 16 * width
     return nn.Sequential(
         nn.Linear(noise_dim, units),
         nn.BatchNorm1d(units),
@@ -135,7 +136,7 @@ def gaussian_divergence(mean: Tensor, variance: Tensor, running_mean: Tensor, ru
     # The authors of MFCL also add this number, so that a channel without variance has a finite divergence.
     variance, running_variance = variance + 1e-8, running_variance + 1e-8
     ratio = (running_variance + (running_mean - mean).square()) / variance
-    return 0.5 * (variance.log() - running_variance.log() + ratio - 1).mean()
+    return (variance.log() - running_variance.log() + ratio - 1).mean() / 2
 
 
 def with_statistics_distance(
