@@ -92,6 +92,8 @@ class MFCL(GenerativeMethod):
       logits, from the student's and from the teacher's features. KD thus compares features, weighted by importance for
       the old classes. It uses real and synthetic samples.
 
+    Do not add `MeanOutputLoss`, because CE_new already leaves out the logits of old classes.
+
     The teacher is the server's model from before the first client entered the newest experience. See
     `lightning_fcl.methods.teachers`. In the first experience, the loss is CE_new. The label of a synthetic sample is
     the old class that the teacher predicts.
@@ -239,8 +241,8 @@ class MFCL(GenerativeMethod):
         return _new_class_loss(step, output, step.y, old, new) + step.replay_weight * _mean(step, replay_loss, number)
 
     def update_client_state(self, client: Client, trained_state: State, data: Batch) -> StateSection:
-        made = {"old", "new", "images", "logits"}
-        return {name: value for name, value in without_teacher(client).items() if name not in made}
+        round_names = {"old", "new", "images", "logits"}
+        return {name: value for name, value in without_teacher(client).items() if name not in round_names}
 
     def process_aggregate(self, server: Server) -> State:
         current, following = (present_experiences(server.module, 0, offset)[-1:] for offset in (0, 1))

@@ -123,7 +123,8 @@ def norm_distance(mean: Tensor, variance: Tensor, running_mean: Tensor, running_
 
     This is a term of equation 4 of Yin et al. (2020, "Dreaming to distill"), but not squared.
     """
-    return (mean - running_mean).norm() + (variance - running_variance).norm()
+    distance: Tensor = (mean - running_mean).norm() + (variance - running_variance).norm()
+    return distance
 
 
 def gaussian_divergence(mean: Tensor, variance: Tensor, running_mean: Tensor, running_variance: Tensor) -> Tensor:
