@@ -120,7 +120,7 @@ class Reproduce(Command):
                 target = scale_folder(rows_file(folder).parent, scale) / job.out.relative_to(out)
                 target.mkdir(parents=True, exist_ok=True)
                 command = _command(paper, scale, job.seed + 1, row_name, options.tasks)
-                write_results(target, read_results(job.out) | {"command": command}, indent=None)
+                write_results(target, read_results(job.out) | {"command": command})
                 job.write_fingerprint(target)
                 print(f"Copied the run to {target}")
 

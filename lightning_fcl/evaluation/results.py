@@ -175,11 +175,16 @@ def last_recorded_round(folder: Path) -> int:
     return last
 
 
-def write_results(folder: str | Path, results: Mapping[str, Any], indent: int | None = 1) -> Path:
-    """Write ``results.json`` of a run folder, with the format version and a checksum. Return the path of the file."""
+def write_results(folder: str | Path, results: Mapping[str, Any]) -> Path:
+    """Write ``results.json`` of a run folder, with the format version and a checksum. Return the path of the file.
+
+    Each line contains one entry.
+    """
     content = {"format": FORMAT, **results}
-    text = json.dumps({**content, "checksum": _checksum(json.loads(json.dumps(content)))}, indent=indent)
-    return write_atomic(Path(folder) / "results.json", text)
+    checksum = _checksum(json.loads(json.dumps(content)))
+    # An indented file of a run with confusion matrices would have three times the size.
+    lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in {**content, "checksum": checksum}.items()]
+    return write_atomic(Path(folder) / "results.json", "{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def read_results(folder: str | Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -80,7 +81,9 @@ class _Content:
 
     def _inner(self, value: Any, path: tuple[object, ...]) -> Any:
         if isinstance(value, _SEQUENCES):
-            if _PLAIN.issuperset(map(type, value)):
+            kinds = {*map(type, value)}
+            # The record of a run contains many lists of numbers, which this check reads without a call for each list.
+            if _PLAIN >= kinds or (kinds == {list} and _PLAIN.issuperset(map(type, chain.from_iterable(value)))):
                 return value
             items = [self.plain(item, (*path, number)) for number, item in enumerate(value)]
             return value if all(map(_is, items, value)) else type(value)(items)
