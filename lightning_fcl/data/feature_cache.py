@@ -16,6 +16,7 @@ from torch.utils.data import default_collate
 from tqdm import tqdm
 
 from lightning_fcl.data.batching import BatchRequest, LoaderConfig, read_batches
+from lightning_fcl.data.image_keys import read_key, write_key
 from lightning_fcl.data.samples import Samples
 from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.io.atomic import atomic_path, disk_error_context, file_lock
@@ -31,7 +32,11 @@ _DIGEST = 32
 
 
 def compute_features(
-    samples: Samples, backbone: nn.Module | str, num_workers: int = 0, device: torch.device | None = None
+    samples: Samples,
+    backbone: nn.Module | str,
+    num_workers: int = 0,
+    device: torch.device | None = None,
+    image_key_file: Path | None = None,
 ) -> Samples:
     """Return samples whose inputs are a backbone's features of the images, shape (n, features).
 
@@ -39,20 +44,26 @@ def compute_features(
     the layers and weights of the backbone. Every split, process and run with the same images maps the same file into
     memory. Before each use, the checksum and the first features of the file are checked.
 
+    With ``image_key_file``, the checksum of the images is cached until a source file changes. Later runs then read only
+    the first images.
+
     Args:
         samples: Samples with images.
         backbone: A name of `frozen_backbone`, or a module with a method ``embed(x)``.
         num_workers: Number of processes that read images.
         device: Device of the backbone. None leaves the backbone on its current device.
+        image_key_file: File that contains the checksum of the images, from `key_file`. If the file is missing, it is
+            written. None if the images do not come from a public dataset.
     """
     network, folder = _backbone(backbone).to(device), cache_folder() / "features"
-    model_key, key, first = _fingerprint(network).hexdigest()[:16], hashlib.sha256(), list[Tensor]()
+    model_key, digest, first = _fingerprint(network).hexdigest()[:16], hashlib.sha256(), list[Tensor]()
+    cached_key = "" if image_key_file is None else read_key(image_key_file)
 
     def read_images() -> Iterator[Tensor]:
         for batch in iter_images(samples, num_workers):
             first[:] = first or [batch]
-            key.update(f"{batch.dtype} {tuple(batch.shape)}".encode())
-            key.update(_bytes(batch))
+            digest.update(f"{batch.dtype} {tuple(batch.shape)}".encode())
+            digest.update(_bytes(batch))
             yield batch
 
     with disk_error_context(folder):
@@ -62,10 +73,16 @@ def compute_features(
             # If this backbone has no cached features, one pass over the images computes the key and the features.
             if not any(folder.glob(f"{model_key}-*")):
                 _write(folder / model_key, len(samples), (_features(network, x, device) for x in read_images()))
-                (folder / model_key).rename(folder / f"{model_key}-{key.hexdigest()[:32]}")
-        if not first:
-            deque(read_images(), maxlen=0)
-        path, begin = folder / f"{model_key}-{key.hexdigest()[:32]}", _features(network, first[0], device)
+                (folder / model_key).rename(folder / f"{model_key}-{digest.hexdigest()[:32]}")
+        if cached_key and not first:
+            image_key, first = cached_key, [next(iter_images(samples, num_workers))]
+        else:
+            if not first:
+                deque(read_images(), maxlen=0)
+            image_key = digest.hexdigest()
+        if image_key_file is not None and image_key != cached_key:
+            write_key(image_key_file, image_key)
+        path, begin = folder / f"{model_key}-{image_key[:32]}", _features(network, first[0], device)
         shape = (len(samples), begin.shape[1])
         with file_lock(path.with_name(f".{path.name}.lock")):
             if not _is_whole(path, shape, begin):

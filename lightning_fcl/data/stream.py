@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
@@ -29,9 +30,10 @@ from lightning_fcl.data.client_loader import ClientLoader
 from lightning_fcl.data.client_round import ClientRound, SampleHistory
 from lightning_fcl.data.datamodule_adapter import call_seeded, check_no_hooks, client_modules, delegate_hooks
 from lightning_fcl.data.feature_cache import compute_features, to_pixels
+from lightning_fcl.data.image_keys import key_file
 from lightning_fcl.data.partition import ByClientId, Partition
 from lightning_fcl.data.plain_tensors import plain_samples
-from lightning_fcl.data.samples import Samples, data_name, loader_of, normalize_samples, select_samples
+from lightning_fcl.data.samples import DatasetSpec, Samples, data_name, loader_of, normalize_samples, select_samples
 from lightning_fcl.data.scenarios import EMPTY, ClassIncremental, IntArray, Scenario, from_name
 from lightning_fcl.data.split import Split, draw_split
 from lightning_fcl.errors import InvalidValueError
@@ -235,9 +237,14 @@ class FederatedStream(L.LightningDataModule):
             if self.trainer is None or self.trainer.state.fn is None:
                 self.prepare_data()
             left_open = [*self.inferred_settings, *(["collate_fn"] if self.collate_fn is None else [])]
+            # The state of the source files is read before the files, so that a change during reading is noticed later.
+            image_key_file = None
+            if self.backbone is not None and isinstance(self.data, str | DatasetSpec):
+                image_key_file = key_file(self.data)
             samples = to_samples(self.data, self._classes, self.seed, left_open, self.collate_fn, self._targets)
+            x = samples.x
             samples, self.plan = draw_split(samples, self.scenario, self.partition, self.split, self.seed)
-            self.set_samples(samples)
+            self.set_samples(samples, image_key_file if samples.x is x else None)
             self._torn_down = False
         if isinstance(self.data, L.LightningDataModule) and stage == "predict":
             call_seeded(self.seed, self.data.setup, stage)
@@ -260,8 +267,13 @@ class FederatedStream(L.LightningDataModule):
                 module.teardown(stage)
                 self._torn_down = True
 
-    def set_samples(self, samples: Samples) -> None:
-        """Set the samples. Settings that were not passed are taken from the training loader of a data module."""
+    def set_samples(self, samples: Samples, image_key_file: Path | None = None) -> None:
+        """Set the samples. Settings that were not passed are taken from the training loader of a data module.
+
+        Args:
+            samples: The samples.
+            image_key_file: File with the checksum of the images, see `compute_features`.
+        """
         overrides: dict[str, Any] = {} if self.collate_fn is None else {"collate_fn": self.collate_fn}
         if "num_workers" not in self.inferred_settings:
             overrides["num_workers"] = self.num_workers
@@ -274,7 +286,7 @@ class FederatedStream(L.LightningDataModule):
         if self.backbone is not None:
             check_no_hooks("`backbone`", self.data, self)
             device = None if self.trainer is None else self.trainer.strategy.root_device
-            self.samples = compute_features(self.samples, self.backbone, self.num_workers, device)
+            self.samples = compute_features(self.samples, self.backbone, self.num_workers, device, image_key_file)
         self.y = samples.targets if samples.classes else EMPTY
 
     # Properties and methods that the strategy uses.

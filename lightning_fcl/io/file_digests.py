@@ -20,9 +20,12 @@ from lightning_fcl.io.checksums import sha256
 from lightning_fcl.io.paths import cache_folder
 from lightning_fcl.io.reading import read_bytes
 
-# A file that was changed less than this time before its checksum can change again without a new time. File systems
-# store times with a resolution of up to 2 s. The checksum of such a file is not cached.
-_SETTLED_NANOSECONDS = 3_000_000_000
+SETTLED_NANOSECONDS = 3_000_000_000
+"""Minimum age in nanoseconds of a file whose checksum is cached.
+
+A file that was changed less than this time before its checksum can change again without a new time. File systems store
+times with a resolution of up to 2 s.
+"""
 
 _THREADS = 8
 _DIGEST = re.compile("[0-9a-f]{64}")
@@ -85,7 +88,7 @@ def file_digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
     entries = {
         name: _Entry(status.st_size, status.st_mtime_ns, status.st_ctime_ns, result[name])
         for name, status in statuses.items()
-        if max(status.st_mtime_ns, status.st_ctime_ns) < started - _SETTLED_NANOSECONDS
+        if max(status.st_mtime_ns, status.st_ctime_ns) < started - SETTLED_NANOSECONDS
     }
     if cache is not None and any(cached_entries.get(name) != entry for name, entry in entries.items()):
         other_entries = {

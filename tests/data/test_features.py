@@ -1,5 +1,6 @@
 """Tests of training on features of a frozen backbone instead of images."""
 
+import os
 import threading
 import time
 
@@ -16,8 +17,9 @@ from lightning_fcl import FederatedStream, RidgeClassifier
 from lightning_fcl.cli.main import main
 from lightning_fcl.data.adapters import to_samples
 from lightning_fcl.data.feature_cache import compute_features
+from lightning_fcl.data.image_keys import key_file
 from lightning_fcl.data.partition import IID, Dirichlet
-from lightning_fcl.data.samples import DatasetSpec
+from lightning_fcl.data.samples import DatasetSpec, Samples
 from lightning_fcl.data.scenarios import ClassIncremental, Stationary
 from lightning_fcl.data.split import Split
 from lightning_fcl.errors import InvalidValueError
@@ -163,6 +165,69 @@ def test_features_concurrent_runs_embed_once(images):
     for thread in threads:
         thread.join()
     assert sorted(backbone.count for backbone in backbones) == [FIRST, FIRST, FIRST + 100]
+
+
+@pytest.fixture
+def photographs(tmp_path, monkeypatch):
+    """Return a function that writes a TinyImageNet file with 40 images. Its modification time is 2020."""
+    monkeypatch.setenv("LIGHTNING_FCL_DATA", str(tmp_path))
+    monkeypatch.setattr("lightning_fcl.data.image_keys.SETTLED_NANOSECONDS", 0)
+    (tmp_path / "tinyimagenet32").mkdir()
+
+    def write(seed):
+        rng, path = np.random.default_rng(seed), tmp_path / "tinyimagenet32" / "100classes.npz"
+        labels = {"y_train": np.arange(30) % 2, "y_val": np.arange(10) % 2}
+        x = {f"X_{n[2:]}": rng.integers(256, size=(len(y), 32, 32, 3), dtype=np.uint8) for n, y in labels.items()}
+        np.savez(path, wnids=["n1", "n2"], names=["cat", "dog"], **labels, **x)
+        os.utime(path, (1577880000, 1577880000))
+
+    write(0)
+    return write
+
+
+def public_features(data="tinyimagenet"):
+    """Return the features of a public dataset, and the number of images that were read."""
+    reads, original = [], Samples.get_stored
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Samples, "get_stored", lambda self, rows, *args: reads.append(len(rows)) or original(self, rows))
+        stream = FederatedStream(data, ClassIncremental(2), backbone=Counted())
+        stream.setup("fit")
+    return stream.samples.x, sum(reads)
+
+
+def test_features_of_unchanged_files_read_first_images_only(photographs):
+    first, reads = public_features()
+    assert reads == 40
+    again, reads = public_features()
+    assert reads == FIRST and torch.equal(again, first)
+
+
+@pytest.mark.parametrize("change", ["file", "option", "damaged key"])
+def test_features_of_changed_files_read_all_images(photographs, change, tmp_path):
+    """A changed file is noticed although its size and its modification time are equal."""
+    data = "tinyimagenet"
+    first, _ = public_features()
+    (key,) = (tmp_path / "cache" / "image-keys").iterdir()
+    if change == "file":
+        photographs(1)
+    elif change == "option":
+        data = DatasetSpec("tinyimagenet", options={"size": 16})
+    else:
+        key.write_text("damaged")
+    changed, reads = public_features(data)
+    assert reads == (40 if change == "damaged key" else 80)
+    raw = to_samples(data).x
+    torch.testing.assert_close(changed, Counted().embed(raw / 255))
+    assert torch.equal(changed, first) == (change == "damaged key")
+
+
+def test_key_file_of_recently_changed_file_is_none(photographs, monkeypatch):
+    monkeypatch.setattr("lightning_fcl.data.image_keys.SETTLED_NANOSECONDS", 10**12)
+    assert key_file("tinyimagenet") is None
+    assert key_file("no such dataset") is None
+    first, reads = public_features()
+    again, reads = public_features()
+    assert reads == 40 and torch.equal(again, first)
 
 
 class Augmented(Dataset):

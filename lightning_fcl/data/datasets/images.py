@@ -156,7 +156,8 @@ def resize_all_once(
         digest.update(f"\n{path.absolute()} {file_stat.st_size} {file_stat.st_mtime_ns}".encode())
     cache_path, shape = cache_folder() / "images" / f"{digest.hexdigest()[:32]}-{size}", (len(names), 3, size, size)
     if cache_path.is_file() and cache_path.stat().st_size == math.prod(shape):
-        return np.fromfile(regular_file(cache_path), np.uint8).reshape(shape)
+        # The file is mapped, so that images are read only if they are used. Changes of the array do not reach the file.
+        return np.memmap(regular_file(cache_path), np.uint8, "c", shape=shape)
     pixels = resize_all(images, len(names), size)
     # If the cache cannot be written, the next call resizes the images again.
     with suppress(OSError):
