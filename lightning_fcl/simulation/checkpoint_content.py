@@ -83,7 +83,7 @@ class _Content:
         if isinstance(value, _SEQUENCES):
             kinds = {*map(type, value)}
             # The record of a run contains many lists of numbers, which this check reads without a call for each list.
-            if _PLAIN >= kinds or (kinds == {list} and _PLAIN.issuperset(map(type, chain.from_iterable(value)))):
+            if kinds <= _PLAIN or (kinds == {list} and _PLAIN.issuperset(map(type, chain.from_iterable(value)))):
                 return value
             items = [self.plain(item, (*path, number)) for number, item in enumerate(value)]
             return value if all(map(_is, items, value)) else type(value)(items)
