@@ -17,6 +17,13 @@ from lightning_fcl.validation import at_least, between
 # Factor by which the rounding errors of a sum of products can exceed the rounding error of one operation.
 _ROUNDING = 100
 
+# Smallest ratio of two eigenvalues of a product ``rows rows^T`` at which the smaller eigenvalue is used. The rounding
+# errors of the eigenvalues are about 2e-16 times the largest eigenvalue.
+_SMALLEST_EIGENVALUE = 1e-6
+
+# Largest product of two unit vectors that count as orthogonal.
+_ORTHOGONAL = 1e-12
+
 log = logging.getLogger(__name__)
 
 # Number of rows that are converted to double precision at once. The converted rows then fit into the CPU cache.
@@ -182,7 +189,7 @@ class RidgeReadout(DoublePrecision):
         """Return the weights for several regularizers, shape (betas, outputs, features), from one decomposition."""
         _check_finite(self.A, self.B)
         if self.rank is not None:
-            _, sizes, rows = torch.linalg.svd(self.B, full_matrices=False)
+            sizes, rows = _singular_rows(self.B)
             values = sizes.square()
             # Components below this threshold are rounding errors. In the solution, they would be divided by a number
             # close to beta.
@@ -236,10 +243,32 @@ def leading_rows(rows: Tensor, rank: int) -> Tensor:
         # Return NaN, because the server rejects uploads that contain NaN.
         return torch.full_like(rows[:1], torch.nan).expand(rank, -1)
     rows = rows[rows.any(dim=1)]
-    if len(rows) > rows.shape[1]:
-        rows = torch.linalg.qr(rows, mode="r").R
-    _, sizes, vectors = torch.linalg.svd(rows, full_matrices=False)
-    return F.pad((sizes[:, None] * vectors)[:rank], (0, 0, 0, max(0, rank - len(sizes))))
+    is_tall = len(rows) > rows.shape[1]
+    # The eigenvectors of the smaller product are the singular vectors of one side. They take less than half of the time
+    # of the singular value decomposition.
+    values, vectors = torch.linalg.eigh(rows.t() @ rows if is_tall else rows @ rows.t())
+    values, vectors = values.flip(0)[:rank], vectors.flip(1)[:, :rank]
+    if len(values) and values[-1] > _SMALLEST_EIGENVALUE * values[0]:
+        leading = values.sqrt()[:, None] * vectors.t() if is_tall else vectors.t() @ rows
+    else:
+        if is_tall:
+            rows = torch.linalg.qr(rows, mode="r").R
+        _, sizes, right_vectors = torch.linalg.svd(rows, full_matrices=False)
+        leading = (sizes[:, None] * right_vectors)[:rank]
+    return F.pad(leading, (0, 0, 0, rank - len(leading)))
+
+
+def _singular_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the singular values of a matrix and its right singular vectors as rows.
+
+    The result of `leading_rows` has orthogonal rows, whose norms are the singular values.
+    """
+    sizes = rows.norm(dim=1)
+    vectors = rows / sizes.where(sizes > 0, 1.0)[:, None]
+    products = vectors @ vectors.t()
+    if (products - products.diagonal().diag()).abs().max() > _ORTHOGONAL:
+        _, sizes, vectors = torch.linalg.svd(rows, full_matrices=False)
+    return sizes, vectors
 
 
 class GroupMoments(DoublePrecision):

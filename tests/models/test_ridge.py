@@ -9,7 +9,7 @@ from raising import raises
 
 from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.models import RidgeReadout, ridge
-from lightning_fcl.models.ridge import accumulate, solve, unpack_upper
+from lightning_fcl.models.ridge import accumulate, leading_rows, solve, unpack_upper
 
 pytestmark = pytest.mark.rounding
 
@@ -254,6 +254,41 @@ def test_solve_well_conditioned_matrix_logs_no_warning(caplog):
     solve(torch.ones(1, 3), torch.eye(3), 0.0)
     solve(torch.ones(1, 3), torch.zeros(3, 3), 1e-3)
     assert not caplog.messages
+
+
+@pytest.mark.parametrize("rank", [3, 12])
+@pytest.mark.parametrize("smallest", [0.5, 1e-2, 1e-5, 0.0], ids=lambda value: f"smallest{value}")
+@pytest.mark.parametrize("shape", [(8, 20), (30, 12), (12, 12)], ids=str)
+def test_leading_rows_equal_truncated_svd(shape, smallest, rank):
+    """The products of the rows are compared, because the signs of singular vectors are arbitrary."""
+    rng = np.random.default_rng(0)
+    size = min(shape)
+    left, right = (np.linalg.qr(rng.normal(size=(length, size)))[0] for length in shape)
+    sizes = 100 * np.linspace(1, smallest, size)
+    rows = (left * sizes) @ right.T
+    found = leading_rows(torch.from_numpy(np.vstack([rows, np.zeros((2, shape[1]))])), rank).numpy()
+    expected = (right[:, :rank] * sizes[:rank] ** 2) @ right[:, :rank].T
+    assert found.shape == (rank, shape[1])
+    np.testing.assert_allclose(found.T @ found, expected, rtol=0, atol=1e-10 * sizes[0] ** 2)
+    np.testing.assert_allclose(np.linalg.norm(found, axis=1)[:size], sizes[:rank], rtol=1e-10, atol=1e-10 * sizes[0])
+    products = found @ found.T
+    np.testing.assert_allclose(products, np.diag(np.diag(products)), rtol=0, atol=1e-12 * sizes[0] ** 2)
+
+
+@pytest.mark.parametrize("is_orthogonal", [True, False])
+def test_solve_path_with_rank_equals_ridge_regression(is_orthogonal):
+    """The solution of orthogonal rows needs no decomposition. It equals the solution of ``B^T B``."""
+    rng = np.random.default_rng(1)
+    rows, a = rng.normal(size=(6, 9)), rng.normal(size=(2, 6))
+    if is_orthogonal:
+        _, sizes, vectors = np.linalg.svd(rows, full_matrices=False)
+        rows = sizes[:, None] * vectors
+    readout = RidgeReadout(9, 2, rank=6)
+    readout.A.copy_(torch.from_numpy(a @ rows))
+    readout.B.copy_(torch.from_numpy(rows))
+    for beta, weight in zip([0.1, 10.0], readout.solve_path([0.1, 10.0]), strict=True):
+        expected = np.linalg.solve(rows.T @ rows + beta * np.eye(9), (a @ rows).T).T
+        np.testing.assert_allclose(weight.numpy(), expected, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
