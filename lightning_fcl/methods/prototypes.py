@@ -259,9 +259,12 @@ class ICaRL(LwF):
         classes, exemplars = torch.unique(torch.cat([old[1], y])), [(x[:0], y[:0])]
         for label in classes:
             new, size = (y == label).nonzero()[:, 0], self.memory_size // len(classes)
-            old_rows = (old[1] == label).nonzero()[:size, 0]
-            new = new[herding_selection(features[new], size)]
-            exemplars.append((x[new], y[new]) if len(new) else (old[0][old_rows], old[1][old_rows]))
+            if len(new):
+                new = new[herding_selection(features[new], size)]
+                exemplars.append((x[new], y[new]))
+            else:
+                old_rows = (old[1] == label).nonzero()[:size, 0]
+                exemplars.append((old[0][old_rows], old[1][old_rows]))
         return {"x": torch.cat([x for x, _ in exemplars]), "y": torch.cat([y for _, y in exemplars])}
 
     def init_server_state(self, module: L.LightningModule) -> State:
