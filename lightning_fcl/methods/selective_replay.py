@@ -333,7 +333,7 @@ class FedCBDR(Method):
         ]
         if not client_rounds:
             return
-        rank, inverse = int(torch.linalg.matrix_rank(gram, hermitian=True)), torch.linalg.pinv(gram, hermitian=True)
+        inverse, rank = pseudoinverse(gram)
         hosted = {client_round.client_id for client_round in client_rounds if federation.hosts(client_round.client_id)}
         memories = {client: server.client_store.get_section(client, self.section_name) for client in hosted}
         selecting_clients = {client for client, memory in memories.items() if strip_prefix(memory, "new")}
@@ -356,6 +356,21 @@ class FedCBDR(Method):
 
 
 _cross_entropy = partial(F.cross_entropy, reduction="none")
+
+
+def pseudoinverse(gram: Tensor) -> tuple[Tensor, int]:
+    """Return the pseudoinverse of a symmetric matrix, and the rank of the matrix, from one decomposition.
+
+    Example:
+        >>> pseudoinverse(torch.tensor([[4.0, 0.0], [0.0, 0.0]]))
+        (tensor([[0.2500, 0.0000],
+                [0.0000, 0.0000]]), 1)
+    """
+    values, vectors = torch.linalg.eigh(gram)
+    # Smaller eigenvalues are rounding errors. `torch.linalg.pinv` uses the same threshold.
+    is_significant = values.abs() > len(values) * torch.finfo(gram.dtype).eps * values.abs().max()
+    inverse: Tensor = (vectors * torch.where(is_significant, values.reciprocal(), 0.0)) @ vectors.T
+    return inverse, int(is_significant.sum())
 
 
 def leverage(features: Tensor, inverse: Tensor) -> Tensor:

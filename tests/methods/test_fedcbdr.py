@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.methods.context import Client, Step
-from lightning_fcl.methods.selective_replay import leverage
+from lightning_fcl.methods.selective_replay import leverage, pseudoinverse
 from lightning_fcl.models import MLP
 
 from .test_ccvr import still
@@ -65,6 +66,14 @@ class Memories(Callback):
             {client: dict(server.client_store.get_section(client, "FedCBDR")) for client in server.client_store}
         )
         self.gram = server.get_section("FedCBDR")["gram"].clone()
+
+
+@pytest.mark.parametrize(("samples", "rank"), [(40, 12), (7, 7), (0, 0)])
+def test_pseudoinverse_equals_numpy_pseudoinverse(samples, rank):
+    x = np.random.default_rng(0).normal(size=(samples, 12))
+    inverse, found_rank = pseudoinverse(torch.from_numpy(x.T @ x))
+    np.testing.assert_allclose(inverse.numpy(), np.linalg.pinv(x) @ np.linalg.pinv(x).T, rtol=1e-10, atol=1e-12)
+    assert found_rank == rank
 
 
 def test_fedcbdr_clients_store_samples_by_leverage_share(fit, make_stream, make_task):
