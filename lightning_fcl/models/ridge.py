@@ -206,6 +206,8 @@ def accumulate(a: Tensor, b: Tensor, states: Tensor, targets: Tensor) -> None:
 
     ``b`` is square, or a packed upper triangle.
     """
+    if not len(states):
+        return
     size = states.shape[1]
     for state_chunk, target_chunk in zip(
         torch.split(states, CHUNK_SIZE), torch.split(targets, CHUNK_SIZE), strict=True
