@@ -16,9 +16,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from lightning_fcl import __version__
-from lightning_fcl.data import datasets
-from lightning_fcl.data.datasets.readers import SOURCES
+from lightning_fcl.data.datasets import readers
 from lightning_fcl.data.samples import DatasetSpec
 from lightning_fcl.io.atomic import write_atomic
 from lightning_fcl.io.file_digests import SETTLED_NANOSECONDS
@@ -40,16 +38,18 @@ def key_file(data: str | DatasetSpec) -> Path | None:
     """
     spec = DatasetSpec(data) if isinstance(data, str) else data
     started = time.time_ns()
-    parts = [__version__, spec.name, json.dumps(spec.options, sort_keys=True, default=repr), _pillow_version()]
+    parts = [spec.name, json.dumps(spec.options, sort_keys=True, default=repr), _pillow_version()]
     try:
-        layout, location = SOURCES[spec.name].find(spec.root)
+        layout, location = readers.SOURCES[spec.name].find(spec.root)
         parts.append(layout)
         for path in _files_in(location):
             status = path.stat()
             if max(status.st_mtime_ns, status.st_ctime_ns) >= started - SETTLED_NANOSECONDS:
                 return None
             parts.append(f"{path.absolute()} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}")
-        parts += [hashlib.sha256(read_bytes(path)).hexdigest() for path in _files_in(Path(datasets.__path__[0]), ".py")]
+        parts += [
+            hashlib.sha256(read_bytes(path)).hexdigest() for path in _files_in(Path(readers.__file__).parent, ".py")
+        ]
         folder = cache_folder()
     except (OSError, ValueError, KeyError, RuntimeError):
         return None
