@@ -163,7 +163,7 @@ def run_rows(
     folder: Path,
     row_names: Sequence[str] | None,
     scale: str,
-    seeds: int,
+    seeds: int | Mapping[str, int],
     tasks: int | None,
     out: Path,
     workers: int | None,
@@ -177,7 +177,7 @@ def run_rows(
         folder: Recipe folder of the paper, or the file with the rows.
         row_names: Rows to train. None for all rows.
         scale: Scale of the runs.
-        seeds: Number of seeds.
+        seeds: Number of seeds of all rows, or of each row by its name.
         tasks: Number of tasks to train, starting with the first task. None for all tasks.
         out: Output folder.
         workers: Number of processes. None for one process per CPU core.
@@ -192,7 +192,8 @@ def run_rows(
         if recipe.content().get("recipe", {}).get("row") != name:
             recipe = recipe.with_values({"recipe.row": name})
         jobs[name] = [
-            Job(f"{name}, seed {seed}", recipe, seed, row_folder / f"seed-{seed}", tasks) for seed in range(seeds)
+            Job(f"{name}, seed {seed}", recipe, seed, row_folder / f"seed-{seed}", tasks)
+            for seed in range(seeds if isinstance(seeds, int) else seeds[name])
         ]
     committed_folder = scale_folder(rows_file(folder).parent, scale)
     reuse_committed_runs([job for runs in jobs.values() for job in runs], out, committed_folder)

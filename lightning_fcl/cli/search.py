@@ -50,6 +50,7 @@ class Search:
         points: Points from another search, for the grid sampler. By default, the grid has all points of ``space``.
         pruner: Optuna's pruner, which stops unpromising trials.
         pruner_args: Arguments of the pruner, such as ``n_startup_trials``.
+        limits: Smallest and largest valid value of hyperparameters. `further_points` does not leave this range.
     """
 
     configs: list[str]
@@ -68,6 +69,7 @@ class Search:
     points: tuple[dict[str, Any], ...] = ()
     pruner: PrunerName = "none"
     pruner_args: dict[str, Any] = field(default_factory=dict)
+    limits: dict[str, list[float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         at_least(1, trials=1 if self.trials is None else self.trials, seeds=self.seeds)

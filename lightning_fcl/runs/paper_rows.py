@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
-from lightning_fcl.errors import InvalidValueError, MissingFileError, UnknownNameError
+from lightning_fcl.errors import InvalidValueError, MissingFileError, MissingValueError, UnknownNameError
 from lightning_fcl.io.paths import safe_join
 from lightning_fcl.io.reading import read_text
+from lightning_fcl.runs.found_settings import FoundSettings, read_settings
 from lightning_fcl.runs.recipe import Recipe, Setting, read_recipe_file
 from lightning_fcl.validation import did_you_mean, one_of
 
@@ -91,8 +93,12 @@ class RowEntry:
         search: File of the hyperparameter search of this row.
         citations: Keys of the row's papers in ``evaluation/citations.bib``. The entry ``citations`` of ``rows.yaml``
             contains the papers of all rows.
+        kind: ``"method"``, or ``"bound"`` for a row that is not a federated continual method, such as training on all
+            data in one place.
+        seeds: Number of seeds if the command does not specify the number. None for the default of the command.
         is_named: Whether the title is the name of the row in the results. False for a row that is only the name of a
             recipe file.
+        lacking: The row and the case for which ``settings.yaml`` has no entry, although a grid needs this entry.
     """
 
     configs: Sequence[str] = ()
@@ -103,7 +109,10 @@ class RowEntry:
     notes: Mapping[str, str] = field(default_factory=dict)
     search: str | None = None
     citations: Sequence[str] = ()
+    kind: Literal["method", "bound"] = "method"
+    seeds: int | None = None
     is_named: bool = True
+    lacking: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -116,6 +125,7 @@ class Row:
         expected: Metric values from the paper, by the name of the metric. None if the recipe files contain them.
         settings: Settings that override the values of the files.
         is_named: Whether the title is the name of the row in the results. Otherwise, the recipe files contain the name.
+        lacking: The row and the case of a search whose settings are missing, see `RowEntry`.
     """
 
     title: str
@@ -123,6 +133,7 @@ class Row:
     expected: Mapping[str, float] | None = None
     settings: tuple[Setting, ...] = ()
     is_named: bool = False
+    lacking: tuple[str, str] | None = None
 
     @property
     def slug(self) -> str:
@@ -131,7 +142,19 @@ class Row:
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe of the files and settings, with the title if `is_named`, and with the expected values if any."""
+        """The recipe of the files and settings, with the title if `is_named`, and with the expected values if any.
+
+        Raises:
+            MissingValueError: If ``settings.yaml`` has no settings for the row.
+        """
+        if self.lacking is not None:
+            row, case = self.lacking
+            raise MissingValueError(
+                f"Expected settings of {row} for the case {case} in {self.configs[0].with_name('settings.yaml')}, but "
+                "there are none.",
+                hint=f"Search them with `{search_command(row, case)}`.",
+                argument="settings",
+            )
         values = {"recipe.row": self.title} if self.is_named else {}
         values |= {} if self.expected is None else {"recipe.expected_metrics": json.dumps(self.expected)}
         return Recipe((*self.configs, *self.settings)).with_values(values)
@@ -141,6 +164,16 @@ class Row:
         """First sentence of the comment in the first line of the last file. If this line is no comment, the title."""
         first = read_text(self.configs[-1]).partition("\n")[0]
         return first.removeprefix("#").strip().partition(". ")[0].rstrip(".") if first.startswith("#") else self.title
+
+
+def search_command(row: str, case: str) -> str:
+    """Return the command that searches the settings of a row of the leaderboard in a case.
+
+    Example:
+        >>> search_command("EWC", "beta .5")
+        "lightning-fcl leaderboard --search --cases 'beta .5' --methods EWC"
+    """
+    return shlex.join(["lightning-fcl", "leaderboard", "--search", "--cases", case, "--methods", row])
 
 
 def paper_rows(path: Path, rows: Sequence[str] | None, scale: str = "paper") -> dict[str, Row]:
@@ -154,7 +187,7 @@ def paper_rows(path: Path, rows: Sequence[str] | None, scale: str = "paper") -> 
         scale: Scale of the runs.
     """
     content, folder = read_rows(path), rows_file(path).parent
-    entries = expand_grids(content)
+    entries = expand_grids(content, read_settings(folder))
     at_scale = {title: entry for title, entry in entries.items() if scale in (entry.scales or [scale])}
     for title in rows or ():
         one_of(entries, rows=title)
@@ -172,7 +205,7 @@ def paper_rows(path: Path, rows: Sequence[str] | None, scale: str = "paper") -> 
         settings = tuple(Setting(name, v if isinstance(v, str) else json.dumps(v)) for name, v in values.items())
         base = [content["base"]] if "base" in content else []
         configs = tuple(folder / name for name in (*base, *entry.configs))
-        result[title] = Row(title, configs, entry.expected, settings, entry.is_named)
+        result[title] = Row(title, configs, entry.expected, settings, entry.is_named, entry.lacking)
     return result
 
 
@@ -190,16 +223,23 @@ def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
-def expand_grids(content: Mapping[str, Any]) -> dict[str, RowEntry]:
+def expand_grids(
+    content: Mapping[str, Any], settings: Mapping[str, Mapping[str, FoundSettings]] | None = None
+) -> dict[str, RowEntry]:
     """Return all rows of a ``rows.yaml``: the entries of ``rows``, and the rows that ``grids`` generate.
 
     An entry of ``rows`` is the name of a recipe file, or the arguments of `RowEntry`. A grid combines each of its
     ``rows`` with each change in ``with``. The title of a generated row is the name of the change and the title of the
     row.
 
-    A change may have ``overrides`` and ``configs``. In ``configs``, ``{row}`` is replaced by the slug of the row. The
-    ``scales`` of a grid apply to all its rows. ``expected`` contains the paper's numbers by the title of the generated
-    row.
+    A change may have ``overrides``, ``configs`` and ``settings``. ``settings`` is the name of a case: the settings that
+    were found for the row in this case override the settings of the row, and ``overrides`` of the change override both.
+    The ``scales`` and ``seeds`` of a grid apply to all its rows. ``expected`` contains the paper's numbers by the title
+    of the generated row.
+
+    Args:
+        content: Content of the ``rows.yaml``.
+        settings: Found settings by case and row, see `read_settings`. A row without an entry has `RowEntry.lacking`.
 
     Raises:
         InvalidValueError: If a grid names a row that does not exist.
@@ -221,18 +261,22 @@ def expand_grids(content: Mapping[str, Any]) -> dict[str, RowEntry]:
                 value=title,
             )
         for change, change_settings in grid["with"].items():
+            case = change_settings.get("settings")
             for title in grid["rows"]:
-                row = rows[title]
+                row, found = rows[title], (settings or {}).get(case, {}).get(title)
                 result[f"{change} {title}"] = replace(
                     row,
-                    configs=[
-                        *row.configs,
-                        *(name.format(row=slug(title)) for name in change_settings.get("configs", [])),
-                    ],
-                    overrides={**row.overrides, **change_settings.get("overrides", {})},
+                    configs=[*row.configs, *change_settings.get("configs", [])],
+                    overrides={
+                        **row.overrides,
+                        **({} if found is None else found.overrides),
+                        **change_settings.get("overrides", {}),
+                    },
                     expected=expected.get(f"{change} {title}", {}),
                     scales=grid.get("scales"),
+                    seeds=grid.get("seeds", row.seeds),
                     is_named=True,
+                    lacking=(title, case) if case is not None and found is None else None,
                 )
     return result
 

@@ -63,6 +63,7 @@ class GridContent:
     changes: Mapping[str, Mapping[str, Any]]
     expected: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     scales: Sequence[str] | None = None
+    seeds: int | None = None
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ class ChangeContent:
 
     configs: Sequence[str] = ()
     overrides: Mapping[str, Any] = field(default_factory=dict)
+    settings: str | None = None
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ def check_rows(path: Path, scale: str) -> None:
                 value=title,
             )
         if not isinstance(entry, str):
-            _check_mapping(RowEntry, entry, source, excluded_fields=("is_named",))
+            _check_mapping(RowEntry, entry, source, excluded_fields=("is_named", "lacking"))
             _check_files(entry.get("configs", ()), f"`configs` of {source}")
             _check_metrics(entry.get("expected") or (), f"`expected` of {source}")
             _check_numbers(entry.get("expected") or {}, f"`expected` of {source}")
