@@ -14,6 +14,7 @@ from lightning_fcl.evaluation.table import Table, write_table
 from lightning_fcl.runs.found_settings import read_settings, settings_file, settings_table
 from lightning_fcl.runs.paper_rows import (
     expand_grids,
+    list_cases,
     list_protocols,
     paper_folder,
     read_rows,
@@ -67,13 +68,20 @@ class Leaderboard(Command):
         protocol_names = match_names(options.protocols, [*protocols], "protocols", beginnings=True)
         available_methods = list(dict.fromkeys(method for name in protocol_names for method in protocols[name]))
         methods = match_names(options.methods, available_methods, "methods")
-        entries = expand_grids(content)
+        entries, rows_by_case = expand_grids(content), list_cases(content, protocol_names)
         if options.search:
-            from lightning_fcl.cli.settings_search import read_cases, search_settings
+            from lightning_fcl.cli.settings_search import search_settings
 
-            files = {method: file for method in methods if (file := entries[method].search) is not None}
-            cases = match_names(options.cases, read_cases(folder, files.values()), "cases", beginnings=True)
-            search_settings(folder, files, cases, out / "searches", options.workers)
+            cases = match_names(options.cases, [*rows_by_case], "cases", beginnings=True)
+            files = {
+                case: {
+                    row: file
+                    for row in rows_by_case[case]
+                    if row in methods and (file := entries[row].search) is not None
+                }
+                for case in cases
+            }
+            search_settings(folder, files, out / "searches", options.workers)
             _print_settings(folder, cases, methods)
             return
         rows = [f"{name} {method}" for name in protocol_names for method in protocols[name] if method in methods]
@@ -94,8 +102,7 @@ class Leaderboard(Command):
                 print(f"{name}\n\n{table_text}\n")
             if chart := leaderboard_chart(table, name, protocols[name]):
                 write_png(out / f"{slug(name)}.png", chart)
-        changes = [grid["with"].get(name, {}) for grid in content.get("grids", []) for name in protocol_names]
-        _print_settings(folder, dict.fromkeys(case for change in changes if (case := change.get("settings"))), methods)
+        _print_settings(folder, rows_by_case, methods)
         print(f"Runs: {len(runs)}, in {out}/*/seed-*/report.html\nTable: {as_json}\nCharts: {out}/*.png")
 
 

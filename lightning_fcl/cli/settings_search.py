@@ -22,7 +22,6 @@ from lightning_fcl.cli.search import Search
 from lightning_fcl.cli.search_edges import edges, further_points
 from lightning_fcl.cli.trials import mean_objective
 from lightning_fcl.errors import InvalidStateError, InvalidValueError
-from lightning_fcl.io.safe_yaml import read_yaml
 from lightning_fcl.runs.found_settings import FoundSettings, read_settings, values_text, write_settings
 from lightning_fcl.runs.paper_rows import slug
 from lightning_fcl.runs.recipe import short_names
@@ -176,20 +175,14 @@ class _Queue(Iterator[SettingsTask]):
         return self._tasks.popleft()
 
 
-def read_cases(folder: Path, files: Iterable[str]) -> list[str]:
-    """Return the names of the cases in search files, in the order in which they first appear."""
-    return list(dict.fromkeys(str(case) for file in files for case in read_yaml(folder / file).get("variants", {})))
-
-
 def search_settings(
-    folder: Path, files: Mapping[str, str], cases: Iterable[str], out: Path, workers: int | None
+    folder: Path, rows_by_case: Mapping[str, Mapping[str, str]], out: Path, workers: int | None
 ) -> None:
     """Search the settings of rows in cases, and write the best settings to ``settings.yaml`` in ``folder``.
 
     Args:
         folder: Folder with the search files.
-        files: Name of the search file, by row. Rows whose file does not contain a case are not searched in this case.
-        cases: Names of the cases.
+        rows_by_case: Name of the search file of each row, by case and row.
         out: Folder of the trials.
         workers: Number of processes. None for one process per CPU core.
 
@@ -197,15 +190,13 @@ def search_settings(
         InvalidStateError: If all trials of a row have failed. The other rows are searched before the error is raised.
         InvalidValueError: If a search file is invalid.
     """
-    found, searches = read_settings(folder), list[RowSearch]()
-    for case in cases:
-        for row, file in files.items():
-            if case in read_cases(folder, [file]):
-                search = Search.read(folder / file, case=case, row=row)
-                searches.append(RowSearch(case, row, search, out / slug(case) / slug(row)))
-    todo = [
-        one for one in searches if (entry := found.get(one.case, {}).get(one.row)) is None or not _is_of(entry, one)
+    found = read_settings(folder)
+    searches = [
+        RowSearch(case, row, Search.read(folder / file, case=case, row=row), out / slug(case) / slug(row))
+        for case, files in rows_by_case.items()
+        for row, file in files.items()
     ]
+    todo = [one for one in searches if not one.has_written(found.get(one.case, {}).get(one.row))]
     num_skipped = len(searches) - len(todo)
     if num_skipped:
         print(f"Already finished: {num_skipped} of {len(searches)} searches.", file=sys.stderr)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -294,6 +294,26 @@ def list_protocols(content: Mapping[str, Any]) -> dict[str, dict[str, Mapping[st
         for change in grid["with"]:
             notes_by_change.setdefault(change, {}).update({row: entries[row].notes for row in grid["rows"]})
     return notes_by_change
+
+
+def list_cases(content: Mapping[str, Any], protocols: Collection[str] | None = None) -> dict[str, list[str]]:
+    """Return the rows whose settings a grid reads from ``settings.yaml``, by case.
+
+    Args:
+        content: Content of the ``rows.yaml``.
+        protocols: Names in ``with`` of the grids. None for all names.
+
+    Example:
+        >>> grid = {"with": {"P": {"settings": "beta .5"}, "Q": {}}, "rows": ["a", "b"]}
+        >>> list_cases({"rows": {"a": "a.yaml", "b": "b.yaml"}, "grids": [grid]})
+        {'beta .5': ['a', 'b']}
+    """
+    rows_by_case = dict[str, dict[str, None]]()
+    for grid in content.get("grids", []):
+        for name, change in grid["with"].items():
+            if "settings" in change and (protocols is None or name in protocols):
+                rows_by_case.setdefault(change["settings"], {}).update(dict.fromkeys(grid["rows"]))
+    return {case: [*rows] for case, rows in rows_by_case.items()}
 
 
 def list_recipes(scale: str = "paper", paper: str = "") -> dict[str, Row]:
