@@ -1,20 +1,36 @@
 """Tests of the command `lightning-fcl leaderboard`."""
 
+import math
+import re
+import shutil
+
 import pytest
 import yaml
 
 from lightning_fcl.cli.main import main
+from lightning_fcl.cli.search import Search
+from lightning_fcl.cli.search_edges import further_points
+from lightning_fcl.evaluation.results import read_results
 from lightning_fcl.evaluation.table import read_table
-from lightning_fcl.runs.paper_rows import expand_grids, list_protocols, paper_folder, recipes_folder, slug
+from lightning_fcl.runs.found_settings import FoundSettings, read_settings, write_settings
+from lightning_fcl.runs.paper_rows import (
+    expand_grids,
+    list_cases,
+    list_protocols,
+    paper_folder,
+    recipes_folder,
+    slug,
+)
 
 RECIPES = recipes_folder()
+MU, CLIENTS = "trainer.callbacks.FedProx.mu", "data.partition.init_args.num_clients"
 
 
 @pytest.fixture
 def boards(tmp_path, monkeypatch, small_recipe):
     """Create a leaderboard with two methods and two protocols, and return the folder. One method has a search."""
     folder = tmp_path / "recipes" / "leaderboard"
-    (folder / "best").mkdir(parents=True)
+    folder.mkdir(parents=True)
     small = small_recipe(rounds=2, clients=2)
     quick = yaml.safe_load((RECIPES / "quickstart.yaml").read_text())
     quick["trainer"]["callbacks"] = {
@@ -25,11 +41,10 @@ def boards(tmp_path, monkeypatch, small_recipe):
     (folder / "small.yaml").write_text(yaml.safe_dump(small))
     prox = {"class_path": "lightning_fcl.callbacks.FedProx", "init_args": {"mu": 0.1}}
     (folder / "prox.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks+": [prox]}}))
-    space = {"trainer.callbacks.FedProx.mu": [0.1, 1.0]}
-    search = {"configs": [], "objective": "final_accuracy/server", "sampler": "grid", "space": space}
-    search["eval_split"] = "test"
+    search = {"configs": [], "objective": "final_accuracy/server", "sampler": "grid", "eval_split": "test"}
+    search |= {"space": {MU: [0.1, 1.0]}, "variants": {"two": {}, "three": {CLIENTS: 3}}}
     (folder / "search.yaml").write_text(yaml.safe_dump(search))
-    (folder / "best" / "with-prox.yaml").write_text("{}")
+    write_settings(folder, "two", "with prox", FoundSettings({MU: 0.1}))
     rows = {
         "plain": {"configs": ["small.yaml"], "notes": {"logits": "all"}, "expected": {}},
         "with prox": {
@@ -41,10 +56,12 @@ def boards(tmp_path, monkeypatch, small_recipe):
     }
     grids = [
         {
-            "with": {"P1 two": {}, "P2 three": {"overrides": {"data.partition.init_args.num_clients": 3}}},
+            "with": {"P1 two": {}, "P2 three": {"overrides": {CLIENTS: 3}}},
             "rows": ["plain"],
+            "seeds": 2,
         },
-        {"with": {"P1 two": {"configs": ["best/{row}.yaml"]}}, "rows": ["with prox"]},
+        {"with": {"P1 two": {"settings": "two"}}, "rows": ["with prox"]},
+        {"with": {"P3 three": {"settings": "three", "overrides": {CLIENTS: 3}}}, "rows": ["with prox"]},
     ]
     (folder / "rows.yaml").write_text(yaml.safe_dump({"base": "base.yaml", "rows": rows, "grids": grids}))
     monkeypatch.setattr("lightning_fcl.runs.paper_rows.recipes_folder", lambda: folder.parent)
@@ -72,23 +89,97 @@ def test_leaderboard_writes_tables_and_skips_finished_runs(boards, tmp_path, cap
         read_table(out / "table.json").rows["P1 two plain"]["last_accuracy"]
         == table.rows["P1 two plain"]["last_accuracy"]
     )
-    leaderboard(out, "--seeds", "2", "--finished-only")
+    leaderboard(out, "--seeds", "2", "--protocols", "P1,P2", "--finished-only")
     assert [*read_table(out / "table.json").rows] == ["P1 two plain", "P1 two with prox", "P2 three plain"]
 
 
 @pytest.mark.seconds
-def test_leaderboard_search_writes_best_settings_per_method(boards, tmp_path):
-    leaderboard(tmp_path / "out", "--search")
-    found = tmp_path / "out" / "searches" / "best"
-    assert [path.name for path in found.iterdir()] == ["with-prox.yaml"]
-    callbacks = yaml.safe_load((found / "with-prox.yaml").read_text())["trainer"]["callbacks"]
-    assert callbacks[-1]["init_args"]["mu"] in (0.1, 1.0)
+def test_leaderboard_without_seeds_uses_seeds_of_grid_and_prints_settings(boards, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("lightning_fcl.cli.leaderboard._SEEDS", 1)
+    leaderboard(tmp_path / "out", "--protocols", "P1")
+    table = read_table(tmp_path / "out" / "table.json")
+    assert table.command == "lightning-fcl leaderboard --protocols=P1"
+    assert [cells["last_accuracy"].n for cells in table.rows.values()] == [2, 1]
+    assert re.search(r"\| two +\| with prox \| +0 \| +0 \| mu=0.1 \| +- \|\n", capsys.readouterr().out)
+
+
+def test_leaderboard_row_without_settings_raises_with_search_command(boards, tmp_path, error_of):
+    message = error_of(["leaderboard", "--out", str(tmp_path), "--protocols", "P3"])
+    assert "Expected settings of with prox for the case three" in message
+    assert "`lightning-fcl leaderboard --search --cases three --methods 'with prox'`" in message
+
+
+@pytest.mark.seconds
+def test_leaderboard_search_extends_grid_resumes_and_keeps_other_entries(boards, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "out"
+    other = FoundSettings({"x": 1}, num_settings=8, num_failed=1, score=0.25, edge=["x"], search="abc")
+    write_settings(boards, "two", "other", other)
+    leaderboard(out, "--search", "--cases", "tw")
+    found = read_settings(boards)
+    assert [*found] == ["two"] and found["two"]["other"] == other
+    entry = found["two"]["with prox"]
+    # The two values of the grid are both an end, so there are two further settings beyond the better value.
+    mus = sorted({yaml_value(path) for path in (out / "searches" / "two" / "with-prox").glob("trial-*/seed-0")})
+    assert mus in ([0.1, 1.0, 10.0, 100.0], [0.001, 0.01, 0.1, 1.0])
+    scores = {
+        yaml_value(path): read_results(path)["metrics"]["final_accuracy/server"]
+        for path in (out / "searches" / "two" / "with-prox").glob("trial-*/seed-0")
+    }
+    best = entry.overrides[MU]
+    assert entry.score == pytest.approx(max(scores.values()), abs=1e-6) and scores[best] == max(scores.values())
+    assert (entry.num_settings, entry.num_failed) == (4, 0) and entry.edge == (
+        ["mu"] if best in (mus[0], mus[-1]) else []
+    )
+    assert "| two  | with prox |        4 |" in capsys.readouterr().out
+    monkeypatch.setattr(
+        "lightning_fcl.cli.settings_search.run_settings_task", lambda task: pytest.fail("trained again")
+    )
+    leaderboard(tmp_path / "elsewhere", "--search", "--cases", "two")
+    assert "Already finished: 1 of 1 searches." in capsys.readouterr().err and read_settings(boards) == found
+
+
+@pytest.mark.seconds
+def test_leaderboard_search_of_one_case_makes_its_protocol_runnable(boards, tmp_path):
+    leaderboard(tmp_path / "out", "--search", "--cases", "three")
+    leaderboard(tmp_path / "out", "--protocols", "P3", "--seeds", "1")
+    assert [*read_table(tmp_path / "out" / "table.json").rows] == ["P3 three with prox"]
+
+
+@pytest.mark.seconds
+def test_leaderboard_search_counts_failed_settings_and_raises_if_all_fail(boards, tmp_path, error_of):
+    search = yaml.safe_load((boards / "search.yaml").read_text())
+    (boards / "search.yaml").write_text(yaml.safe_dump({**search, "space": {MU: [-1.0, 0.1]}}))
+    leaderboard(tmp_path / "out", "--search", "--cases", "two")
+    entry = read_settings(boards)["two"]["with prox"]
+    assert (entry.num_settings, entry.num_failed, entry.overrides) == (2, 1, {MU: 0.1})
+    (boards / "search.yaml").write_text(yaml.safe_dump({**search, "space": {MU: [-1.0, -2.0]}}))
+    message = error_of(["leaderboard", "--search", "--cases", "two", "--workers", "1", "--out", str(tmp_path / "out")])
+    assert "all settings of with prox (two) failed" in message and "`mu`" in message
+    assert "Correct the cause, delete " in message
+    (boards / "search.yaml").write_text(yaml.safe_dump(search))
+    shutil.rmtree(tmp_path / "out" / "searches" / "two" / "with-prox")
+    leaderboard(tmp_path / "out", "--search", "--cases", "two")
+    assert read_settings(boards)["two"]["with prox"].num_failed == 0
+
+
+def test_leaderboard_search_with_random_sampler_raises(boards, tmp_path, error_of):
+    search = yaml.safe_load((boards / "search.yaml").read_text())
+    (boards / "search.yaml").write_text(yaml.safe_dump({**search, "sampler": "random", "trials": 2}))
+    message = error_of(["leaderboard", "--search", "--out", str(tmp_path)])
+    assert "Expected `sampler: grid` in the search file of with prox, but got random. Write `sampler: grid`" in message
+
+
+def yaml_value(folder):
+    """Return the value of `mu` of a run."""
+    callbacks = yaml.safe_load((folder / "config.yaml").read_text())["trainer"]["callbacks"]
+    return next(one["init_args"]["mu"] for one in callbacks if one["class_path"].endswith("FedProx"))
 
 
 def test_leaderboard_unknown_names_raise_with_hint(error_of):
     assert "Expected `protocols` to be among P4 TinyImageNet" in error_of(["leaderboard", "--protocols", "P9"])
     assert "Did you mean FedProx?" in error_of(["leaderboard", "--methods", "FedProxx"])
     assert "`seeds` to be at least 1 but got 0" in error_of(["leaderboard", "--seeds", "0"])
+    assert "Expected `cases` to be among beta .5, beta .05" in error_of(["leaderboard", "--search", "--cases", "P4"])
 
 
 def test_leaderboard_rows_have_files_and_notes():
@@ -102,3 +193,25 @@ def test_leaderboard_rows_have_files_and_notes():
     protocols = list_protocols(content)
     assert len({method for methods in protocols.values() for method in methods}) >= 20
     assert len({slug(name) for name in entries}) == len(entries)
+
+
+def test_leaderboard_every_grid_row_has_settings_and_search_for_its_case():
+    folder = paper_folder("leaderboard")
+    content = yaml.safe_load((folder / "rows.yaml").read_text())
+    entries = expand_grids(content, read_settings(folder))
+    assert [name for name, entry in entries.items() if entry.lacking] == []
+    for case, rows in list_cases(content).items():
+        for row in rows:
+            search = Search.read(folder / entries[row].search, case=case, row=row)
+            assert search.first_seed == 100 and search.eval_split == "validation"
+            assert len([*search.grid()]) == 8, (case, row)
+
+
+def test_leaderboard_quadratic_penalties_are_stable_in_all_reachable_settings():
+    folder = paper_folder("leaderboard")
+    search = Search.read(folder / "search-quadratic.yaml", case="beta .5", row="EWC")
+    grid = [*search.grid()]
+    reachable = [point for best in grid for point in [*grid, *further_points(grid, best, search.limits)]]
+    # SGD on `strength / 2 * (theta - center)^2` diverges if the learning rate times the strength is above 2.
+    assert max(math.prod(point.values()) for point in reachable) < 2
+    assert len({*map(str, reachable)}) > len(grid)
