@@ -248,12 +248,16 @@ def _percentile(name: str, cell: Cell) -> str:
 
 
 def _seeds(table: Table) -> str:
-    """Return a text with the seeds of most rows. Rows with other seeds follow in brackets."""
+    """Return a text with the seeds of most rows. Rows with other seeds follow in brackets, or their number."""
     rows: dict[tuple[int, ...], list[str]] = {}
     for row, cells in table.rows.items():
         rows.setdefault(tuple(sorted({seed for cell in cells.values() for seed in cell.values})), []).append(row)
     common_seeds = max(rows, key=lambda seeds: len(rows[seeds]), default=())
-    other_rows = [f"{', '.join(names)}: {_numbers(seeds)}" for seeds, names in rows.items() if seeds != common_seeds]
+    other_rows = [
+        f"{', '.join(names) if len(names) <= _NAMED else f'{len(names)} rows'}: {_numbers(seeds)}"
+        for seeds, names in rows.items()
+        if seeds != common_seeds
+    ]
     return _numbers(common_seeds) + (f" ({'; '.join(other_rows)})" if other_rows else "")
 
 

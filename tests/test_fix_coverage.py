@@ -29,6 +29,19 @@ TRIED_ELSEWHERE: dict[str, list[str]] = {
     "Free disk space, or use a folder on another disk with `--out`.": [
         "tests/cli/test_run_estimate.py::test_fit_with_full_disk_raises_before_training_and_other_folder_works",
     ],
+    "Write `sampler: grid`, and a list of values for each setting of `space`.": [
+        "tests/cli/test_leaderboard.py::test_leaderboard_search_with_random_sampler_raises",
+    ],
+    "Correct the cause, delete ": [
+        "tests/cli/test_leaderboard.py::test_leaderboard_search_counts_failed_settings_and_raises_if_all_fail",
+    ],
+    "Delete the file, and run `lightning-fcl leaderboard --search`.": [
+        "tests/cli/test_found_settings.py::test_read_settings_invalid_file_raises_with_fix",
+    ],
+    "Search them with `": [
+        "tests/cli/test_found_settings.py::test_row_without_found_settings_raises_with_search_command",
+        "tests/cli/test_leaderboard.py::test_leaderboard_search_of_one_case_makes_its_protocol_runnable",
+    ],
     "Use another folder for `--out`.": [
         "tests/cli/test_new.py::test_new_out_that_is_a_file_is_avoided_with_other_folder",
     ],

@@ -124,6 +124,12 @@ def test_written_block_contains_command_time_and_seeds(make_pages):
     )
 
 
+def test_written_block_counts_many_rows_with_other_seeds(make_pages):
+    one, two = Cell({0: 0.5}), Cell({0: 0.5, 1: 0.6})
+    made = table({**{f"r{i}": {"m": one} for i in range(9)}, **{f"s{i}": {"m": two} for i in range(10)}})
+    assert "with seeds 0 to 1 (9 rows: seed 0)." in " ".join(make_pages.written_block(made, "").split())
+
+
 def test_papers_block_has_one_line_per_paper(make_pages):
     text = lines(make_pages.papers_block({"toy": (table(), "Small."), "large": (None, "Needs a GPU.")}))
     assert text[2:] == [
