@@ -208,13 +208,25 @@ def written_block(table: Table, folder: str = "") -> str:
     return _wrapped(f"{text}{_seeds(table)}. The values of each seed: [table.json]({path}).")
 
 
-def boards_block(table: Table, protocols: Mapping[str, Mapping[str, Mapping[str, str]]]) -> str:
-    """Return a sortable table and a link to a picture for each protocol of the leaderboard with finished rows."""
+def boards_block(
+    table: Table,
+    protocols: Mapping[str, Mapping[str, Mapping[str, str]]],
+    bounds: Mapping[str, Mapping[str, Mapping[str, str]]],
+) -> str:
+    """Return a sortable table and a link to a picture for each protocol of the leaderboard with finished rows.
+
+    Args:
+        table: Table of the leaderboard.
+        protocols: Notes of each method, by protocol and method.
+        bounds: Notes of each bound, by protocol and bound. Bounds have a separate table.
+    """
     parts = []
     for protocol, notes in protocols.items():
         if lines := leaderboard_table(table, protocol, notes):
             image_link = f"![Accuracy against communication and time under {protocol}]({slug(protocol)}.png)"
             parts.append(f'### {protocol}\n\n<div class="sortable">\n\n{lines}\n\n</div>\n\n{image_link}')
+        if lines := leaderboard_table(table, protocol, bounds.get(protocol, {})):
+            parts.append(f"Bounds of {protocol}:\n\n{lines}")
     return "\n\n".join(parts)
 
 
@@ -400,7 +412,10 @@ def _page(path: Path) -> str:
             layout = layouts_by_name[name]
             return layout.markdown(table, _rows(folder / layout.of)) if (table := _table(folder / layout.of)) else None
         if name == "boards":
-            return boards_block(table, list_protocols(read_rows(folder))) if (table := _table(folder)) else None
+            if (table := _table(folder)) is None:
+                return None
+            content = read_rows(folder)
+            return boards_block(table, list_protocols(content, "method"), list_protocols(content, "bound"))
         if name == "verdict":
             return verdict_block(_table(folder / subfolder), _why(folder))
         return written_block(table, subfolder) if name == "written" and (table := _table(folder / subfolder)) else None

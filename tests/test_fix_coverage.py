@@ -32,7 +32,7 @@ TRIED_ELSEWHERE: dict[str, list[str]] = {
     "Write `sampler: grid`, and a list of values for each setting of `space`.": [
         "tests/cli/test_leaderboard.py::test_leaderboard_search_with_random_sampler_raises",
     ],
-    "Correct the cause, delete ": [
+    "Correct the cause, delete OUT, and run the same command again.": [
         "tests/cli/test_leaderboard.py::test_leaderboard_search_counts_failed_settings_and_raises_if_all_fail",
     ],
     "Delete the file, and run `lightning-fcl leaderboard --search`.": [

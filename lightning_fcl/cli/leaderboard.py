@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shlex
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from lightning_fcl.cli.jobs import check_at_least_one
 from lightning_fcl.cli.main import Command
@@ -23,6 +24,8 @@ from lightning_fcl.runs.paper_rows import (
 
 # Number of seeds of rows whose grid in `rows.yaml` does not specify the number.
 _SEEDS = 5
+# Metrics of the clients by the column of the leaderboard.
+_OF_CLIENTS = {"last_accuracy": "final_accuracy", "forgetting": "forgetting"}
 
 
 class Leaderboard(Command):
@@ -87,23 +90,47 @@ class Leaderboard(Command):
         rows = [f"{name} {method}" for name in protocol_names for method in protocols[name] if method in methods]
         seeds = {row: options.seeds or entries[row].seeds or _SEEDS for row in rows}
         jobs = run_rows(folder, rows, "paper", seeds, None, out, options.workers, options.finished_only)
-        runs = [job.results() for of in jobs.values() for job in of]
+        runs = [(row, job.results()) for row, of in jobs.items() for job in of]
         words = [f"--{name}={value}" for name in ("protocols", "methods") if (value := getattr(options, name))]
         words += [] if options.seeds is None else ["--seeds", str(options.seeds)]
         table = Table.from_results(
-            [one | {"metrics": leaderboard_row(one)} for one in runs],
+            [one | {"metrics": columns_of(entries[row].model, leaderboard_row(one), one)} for row, one in runs],
             "leaderboard",
             "paper",
             shlex.join(["lightning-fcl", "leaderboard", *words]),
         )
         as_json, _ = write_table(out, table)
+        notes, bounds = list_protocols(content, "method"), list_protocols(content, "bound")
         for name in protocol_names:
-            if table_text := leaderboard_table(table, name, protocols[name]):
+            if table_text := leaderboard_table(table, name, notes[name]):
                 print(f"{name}\n\n{table_text}\n")
-            if chart := leaderboard_chart(table, name, protocols[name]):
+            if table_text := leaderboard_table(table, name, bounds[name]):
+                print(f"{name}: bounds\n\n{table_text}\n")
+            if chart := leaderboard_chart(table, name, notes[name]):
                 write_png(out / f"{slug(name)}.png", chart)
         _print_settings(folder, rows_by_case, methods)
         print(f"Runs: {len(runs)}, in {out}/*/seed-*/report.html\nTable: {as_json}\nCharts: {out}/*.png")
+
+
+def columns_of(model: str, columns: Mapping[str, float], results: Mapping[str, Any]) -> dict[str, float]:
+    """Return the columns of a run of the leaderboard, with the accuracy of the clients if the row needs it.
+
+    Args:
+        model: ``model`` of the row, see `RowEntry`. With ``"clients"``, the last accuracy and the forgetting are means
+            over the clients. There is then no average incremental accuracy.
+        columns: Values of the columns for the server.
+        results: Content of ``results.json`` of the run.
+
+    Example:
+        >>> metrics = {"final_accuracy/clients": 0.2, "forgetting/clients": 0.1}
+        >>> columns_of("clients", {"last_accuracy": 0.01, "stage_accuracy": 0.01, "seconds": 9.0}, {"metrics": metrics})
+        {'last_accuracy': 0.2, 'seconds': 9.0, 'forgetting': 0.1}
+    """
+    if model == "server":
+        return dict(columns)
+    kept = {name: value for name, value in columns.items() if name != "stage_accuracy"}
+    metrics = {column: results["metrics"].get(f"{name}/clients") for column, name in _OF_CLIENTS.items()}
+    return kept | {column: value for column, value in metrics.items() if value is not None}
 
 
 def _print_settings(folder: Path, cases: Iterable[str], methods: Iterable[str]) -> None:

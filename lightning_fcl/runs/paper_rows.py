@@ -95,6 +95,8 @@ class RowEntry:
             contains the papers of all rows.
         kind: ``"method"``, or ``"bound"`` for a row that is not a federated continual method, such as training on all
             data in one place.
+        model: Model whose accuracy the leaderboard shows: ``"server"``, or ``"clients"`` for a row without a model of
+            the server.
         seeds: Number of seeds if the command does not specify the number. None for the default of the command.
         is_named: Whether the title is the name of the row in the results. False for a row that is only the name of a
             recipe file.
@@ -110,6 +112,7 @@ class RowEntry:
     search: str | None = None
     citations: Sequence[str] = ()
     kind: Literal["method", "bound"] = "method"
+    model: Literal["server", "clients"] = "server"
     seeds: int | None = None
     is_named: bool = True
     lacking: tuple[str, str] | None = None
@@ -281,8 +284,12 @@ def expand_grids(
     return result
 
 
-def list_protocols(content: Mapping[str, Any]) -> dict[str, dict[str, Mapping[str, str]]]:
+def list_protocols(content: Mapping[str, Any], kind: str = "") -> dict[str, dict[str, Mapping[str, str]]]:
     """Return, for each name in ``with`` of the grids, the notes of each row that the grid combines with the name.
+
+    Args:
+        content: Content of the ``rows.yaml``.
+        kind: Kind of the rows, see `RowEntry`. Empty for all rows.
 
     Example:
         >>> rows = {"a": {"configs": [], "notes": {"logits": "all"}}, "b": "b.yaml"}
@@ -292,7 +299,9 @@ def list_protocols(content: Mapping[str, Any]) -> dict[str, dict[str, Mapping[st
     entries, notes_by_change = expand_grids(content), dict[str, dict[str, Mapping[str, str]]]()
     for grid in content.get("grids", []):
         for change in grid["with"]:
-            notes_by_change.setdefault(change, {}).update({row: entries[row].notes for row in grid["rows"]})
+            notes_by_change.setdefault(change, {}).update(
+                {row: entries[row].notes for row in grid["rows"] if kind in ("", entries[row].kind)}
+            )
     return notes_by_change
 
 

@@ -53,6 +53,13 @@ def boards(tmp_path, monkeypatch, small_recipe):
             "search": "search.yaml",
             "expected": {},
         },
+        "alone": {
+            "configs": ["small.yaml"],
+            "overrides": {"trainer.strategy.init_args.reductions": {"*": "local"}},
+            "kind": "bound",
+            "model": "clients",
+            "expected": {},
+        },
     }
     grids = [
         {
@@ -61,6 +68,7 @@ def boards(tmp_path, monkeypatch, small_recipe):
             "seeds": 2,
         },
         {"with": {"P1 two": {"settings": "two"}}, "rows": ["with prox"]},
+        {"with": {"P4 bound": {}}, "rows": ["alone"]},
         {"with": {"P3 three": {"settings": "three", "overrides": {CLIENTS: 3}}}, "rows": ["with prox"]},
     ]
     (folder / "rows.yaml").write_text(yaml.safe_dump({"base": "base.yaml", "rows": rows, "grids": grids}))
@@ -101,6 +109,16 @@ def test_leaderboard_without_seeds_uses_seeds_of_grid_and_prints_settings(boards
     assert table.command == "lightning-fcl leaderboard --protocols=P1"
     assert [cells["last_accuracy"].n for cells in table.rows.values()] == [2, 1]
     assert re.search(r"\| two +\| with prox \| +0 \| +0 \| mu=0.1 \| +- \|\n", capsys.readouterr().out)
+
+
+@pytest.mark.seconds
+def test_leaderboard_bound_of_clients_has_separate_table_and_clients_accuracy(boards, tmp_path, capsys):
+    leaderboard(tmp_path, "--protocols", "P4", "--seeds", "1")
+    assert "P4 bound: bounds\n\n| method" in capsys.readouterr().out
+    (cells,) = read_table(tmp_path / "table.json").rows.values()
+    metrics = read_results(tmp_path / "p4-bound-alone" / "seed-0")["metrics"]
+    assert cells["last_accuracy"].mean == metrics["final_accuracy/clients"] != metrics["final_accuracy/server"]
+    assert "stage_accuracy" not in cells
 
 
 def test_leaderboard_row_without_settings_raises_with_search_command(boards, tmp_path, error_of):

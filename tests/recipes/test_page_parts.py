@@ -130,6 +130,14 @@ def test_written_block_counts_many_rows_with_other_seeds(make_pages):
     assert "with seeds 0 to 1 (9 rows: seed 0)." in " ".join(make_pages.written_block(made, "").split())
 
 
+def test_boards_block_has_separate_table_of_bounds(make_pages):
+    made = table({"P a": {"last_accuracy": Cell({0: 0.5})}, "P b": {"last_accuracy": Cell({0: 0.6})}})
+    text = make_pages.boards_block(made, {"P": {"a": {}}, "Q": {"a": {}}}, {"P": {"b": {}}})
+    methods, bounds = text.split("Bounds of P:")
+    assert "| a " in methods and "(p.png)" in methods and "| b " not in methods and "Q" not in text
+    assert "| b " in bounds and "| a " not in bounds
+
+
 def test_papers_block_has_one_line_per_paper(make_pages):
     text = lines(make_pages.papers_block({"toy": (table(), "Small."), "large": (None, "Needs a GPU.")}))
     assert text[2:] == [
