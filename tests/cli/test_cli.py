@@ -222,7 +222,8 @@ def test_every_search_file_is_valid(search):
     content = yaml.safe_load(search.read_text())
     # If a row uses this search, the files in `configs` of the search are merged into the recipe of the row.
     row = "GEM own head no margin" if "scale" in content else None
-    for name, entry in expand_grids(yaml.safe_load((search.parent / "rows.yaml").read_text())).items():
+    rows = yaml.safe_load((search.parent / "rows.yaml").read_text())["rows"]
+    for name, entry in expand_grids({"rows": rows}).items():
         row = name if entry.search == search.name else row
     for case in content.get("variants", [None]):
         validate_space(Search.read(search, case=case, row=row))
