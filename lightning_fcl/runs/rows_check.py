@@ -40,6 +40,8 @@ class RowsContent:
         tables: Tables of the page of a paper.
         why: Reason of the verdict on the page of a paper.
         whole: Rows that the page of a paper must contain.
+        comparisons: Planned comparisons, see `lightning_fcl.evaluation.planned_comparisons.read_comparisons`.
+        ranking: Methods and protocols of average ranks, see `lightning_fcl.evaluation.ranking.read_ranking`.
     """
 
     rows: Mapping[str, Any]
@@ -53,6 +55,8 @@ class RowsContent:
     tables: Mapping[str, Any] = field(default_factory=dict)
     why: str = ""
     whole: Sequence[str] = ()
+    comparisons: Sequence[Mapping[str, str]] = ()
+    ranking: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
