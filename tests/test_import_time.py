@@ -111,6 +111,7 @@ def test_optional_packages_are_imported_in_functions_after_a_check():
         "report.py",
         "comparison.py",
         "leaderboard.py",
+        "ranking_chart.py",
         "paper_figures.py",
     )
     for path in folder.rglob("*.py"):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_fcl.cli.jobs import check_at_least_one
+from lightning_fcl.cli.leaderboard_statistics import StatisticsPlan
 from lightning_fcl.cli.main import Command
 from lightning_fcl.cli.reproduce import match_names, run_rows
 from lightning_fcl.evaluation.table import Table, write_table
@@ -33,6 +34,7 @@ class Leaderboard(Command):
 
     --search searches the settings of each method in each case, and writes the best settings to settings.yaml in the
     recipe folder. The same command resumes an interrupted search. To search a method again, delete its entry there.
+    The planned comparisons in rows.yaml are tested with Holm's correction, if both methods have at least 5 seeds.
     """
 
     def arguments(self, parser: ArgumentParser) -> None:
@@ -68,6 +70,7 @@ class Leaderboard(Command):
         folder, out = paper_folder("leaderboard"), options.out
         content = read_rows(folder)
         protocols = list_protocols(content)
+        plan = StatisticsPlan.read(content, protocols)
         protocol_names = match_names(options.protocols, [*protocols], "protocols", beginnings=True)
         available_methods = list(dict.fromkeys(method for name in protocol_names for method in protocols[name]))
         methods = match_names(options.methods, available_methods, "methods")
@@ -109,6 +112,8 @@ class Leaderboard(Command):
             if chart := leaderboard_chart(table, name, notes[name]):
                 write_png(out / f"{slug(name)}.png", chart)
         _print_settings(folder, rows_by_case, methods)
+        if statistics_text := plan.write(out, table, [one for _, one in runs]):
+            print(statistics_text)
         print(f"Runs: {len(runs)}, in {out}/*/seed-*/report.html\nTable: {as_json}\nCharts: {out}/*.png")
 
 

@@ -4,14 +4,19 @@ import math
 import re
 import shutil
 
+import numpy as np
 import pytest
 import yaml
 
+from lightning_fcl.cli.leaderboard_statistics import StatisticsPlan
 from lightning_fcl.cli.main import main
 from lightning_fcl.cli.search import Search
 from lightning_fcl.cli.search_edges import further_points
+from lightning_fcl.evaluation.comparison_results import compare_rows, read_comparison_results
 from lightning_fcl.evaluation.results import read_results
-from lightning_fcl.evaluation.table import read_table
+from lightning_fcl.evaluation.sample_bits import encode_bits
+from lightning_fcl.evaluation.sample_table import read_samples
+from lightning_fcl.evaluation.table import Cell, Table, read_table
 from lightning_fcl.runs.found_settings import FoundSettings, read_settings, write_settings
 from lightning_fcl.runs.paper_rows import (
     expand_grids,
@@ -21,6 +26,7 @@ from lightning_fcl.runs.paper_rows import (
     recipes_folder,
     slug,
 )
+from lightning_fcl.runs.rows_check import check_rows
 
 RECIPES = recipes_folder()
 MU, CLIENTS = "trainer.callbacks.FedProx.mu", "data.partition.init_args.num_clients"
@@ -233,3 +239,64 @@ def test_leaderboard_quadratic_penalties_are_stable_in_all_reachable_settings():
     # SGD on `strength / 2 * (theta - center)^2` diverges if the learning rate times the strength is above 2.
     assert max(math.prod(point.values()) for point in reachable) < 2
     assert len({*map(str, reachable)}) > len(grid)
+PLAN = {
+    "comparisons": [{"protocol": "P1 two", "first": "with prox", "second": "plain", "question": "Does FedProx help?"}],
+    "ranking": {"methods": ["plain", "with prox", "copy"], "protocols": ["P1 two", "P2 three"]},
+}
+
+
+def make_results(samples, with_bits=True):
+    """Return results of runs, given the correctness of samples by protocol, method and seed."""
+    return [
+        {
+            "seed": seed,
+            "recipe": {"row": f"{protocol} {method}"},
+            "record": {"totals": [40, 60]} | ({"correct_samples": {"server": encode_bits(bits)}} if with_bits else {}),
+        }
+        for (protocol, method), of in samples.items()
+        for seed, bits in enumerate(of)
+    ]
+
+
+def test_statistics_plan_writes_comparisons_samples_and_ranking(tmp_path):
+    generator = np.random.default_rng(0)
+    protocols = {"P1 two": ["plain", "with prox", "copy"], "P2 three": ["plain", "with prox", "copy"]}
+    samples = {
+        (protocol, method): generator.random((5, 100)) < accuracy
+        for protocol in protocols
+        for method, accuracy in {"plain": 0.3, "with prox": 0.8, "copy": 0.5}.items()
+    }
+    rows = {
+        f"{protocol} {method}": {"last_accuracy": Cell(dict(enumerate(bits.mean(1).tolist())))}
+        for (protocol, method), bits in samples.items()
+    }
+    table = Table("leaderboard", "paper", "", {}, "", 0.0, rows)
+    text = StatisticsPlan.read(PLAN, protocols).write(tmp_path, table, make_results(samples))
+    assert "| Does FedProx help? | P1 two: with prox - plain |     5 |" in text and "| higher  |" in text
+    assert "| with prox |         1.00 |" in text and "6 protocols" not in text and "2 protocols" in text
+    assert {path.name for path in tmp_path.iterdir()} == {"samples.json", "comparisons.json", "ranking.png"}
+    # Rows outside of the comparisons are not stored.
+    stored = read_samples(tmp_path / "samples.json")
+    assert {*stored} == {"P1 two plain", "P1 two with prox"}
+    (result,) = read_comparison_results(tmp_path / "comparisons.json")
+    difference = samples["P1 two", "with prox"].mean() - samples["P1 two", "plain"].mean()
+    assert result.difference == pytest.approx(difference) and result.verdict == "higher"
+    assert compare_rows(table, stored, [result.planned]) == (result,)
+
+
+def test_statistics_plan_without_runs_or_entries_writes_nothing_or_no_claim(tmp_path):
+    protocols = {"P1 two": ["plain", "with prox", "copy"], "P2 three": ["plain", "with prox", "copy"]}
+    rows = {"P1 two plain": {"last_accuracy": Cell({0: 0.5})}, "P1 two with prox": {"last_accuracy": Cell({0: 0.6})}}
+    table = Table("leaderboard", "paper", "", {}, "", 0.0, rows)
+    samples = {("P1 two", method): np.ones((1, 100), dtype=bool) for method in ("plain", "with prox")}
+    assert StatisticsPlan.read({}, protocols).write(tmp_path / "none", table, make_results(samples)) == ""
+    assert not (tmp_path / "none").exists()
+    text = StatisticsPlan.read(PLAN, protocols).write(tmp_path, table, make_results(samples, with_bits=False))
+    assert "+0.100" in text and "no claim" in text and "Average ranks" not in text
+
+
+def test_leaderboard_plan_of_package_is_valid():
+    content = yaml.safe_load((paper_folder("leaderboard") / "rows.yaml").read_text())
+    plan = StatisticsPlan.read(content, list_protocols(content))
+    assert len(plan.comparisons) == 10 and plan.ranking is not None
+    check_rows(paper_folder("leaderboard"), "smoke")
