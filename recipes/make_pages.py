@@ -9,6 +9,9 @@ The script then rewrites the text between ``<!-- NAME -->`` and ``<!-- end -->``
 - ``written``: the command, versions and machine that wrote the table.
 - ``papers``: the table of all papers with their verdicts.
 - ``boards``: a table and a picture for each protocol of the leaderboard.
+- ``comparisons``: the results of the planned comparisons in ``comparisons.json``.
+- ``ranking``: the average ranks of methods, and the picture ``ranking.png``.
+- ``findings``: the text of ``findings.md.in``, with the numbers of ``table.json`` and ``comparisons.json``.
 - The name of a layout under ``tables`` in ``rows.yaml``: a table with this layout.
 
 Blocks with other names and all text outside of blocks stay unchanged. A block ``verdict`` or ``written`` can name a
@@ -31,10 +34,14 @@ import numpy as np
 
 from lightning_fcl.evaluation import charts
 from lightning_fcl.evaluation.comparison import comparison_points, scatter
+from lightning_fcl.evaluation.comparison_results import comparisons_table, read_comparison_results
+from lightning_fcl.evaluation.findings import Findings, render_findings
 from lightning_fcl.evaluation.leaderboard import leaderboard_table
+from lightning_fcl.evaluation.ranking import rank_methods, ranking_table, read_ranking
 from lightning_fcl.evaluation.table import NEAR_TOLERANCE, Cell, Table, markdown_table, metric_number, read_table
 from lightning_fcl.io.atomic import write_atomic
 from lightning_fcl.io.paths import safe_join
+from lightning_fcl.io.reading import read_text
 from lightning_fcl.runs.paper_rows import (
     expand_grids,
     list_protocols,
@@ -51,6 +58,7 @@ _BLOCK = re.compile(r"(<!-- ([\w-]+)(?:: (\S+))? -->\n).*?(<!-- end -->)", re.DO
 _KINDS = ("mean", "percentile")
 _WIDTH = 128
 _NAMED = 8
+_STATISTICS = ("comparisons.json", "samples.json", "ranking.png")
 _PERCENTILES = (
     "Each cell contains the paper's value, and the percentage of our seeds with a lower value. A seed with an equal "
     "value counts half. A percentage is bold if the paper's value is outside the range of our seeds."
@@ -230,6 +238,25 @@ def boards_block(
     return "\n\n".join(parts)
 
 
+def statistics_block(name: str, table: Table, folder: Path) -> str | None:
+    """Return the text of the block ``comparisons``, ``ranking`` or ``findings`` of the leaderboard.
+
+    None if the file of the block is missing, or if the table does not have all rows of the ranking.
+    """
+    content, results_path, template_path = read_rows(folder), folder / "comparisons.json", folder / "findings.md.in"
+    protocols = list_protocols(content)
+    results = read_comparison_results(results_path) if results_path.is_file() else ()
+    if name == "comparisons":
+        return comparisons_table(results) or None
+    if name == "findings":
+        values = Findings(table, results, [*protocols])
+        return render_findings(read_text(template_path), values) if template_path.is_file() else None
+    plan = read_ranking(content, protocols)
+    if plan is None or (ranking := rank_methods(table, plan)) is None:
+        return None
+    return f"{_wrapped(ranking.text)}\n\n{ranking_table(ranking)}\n\n![Average ranks of the methods](ranking.png)"
+
+
 def papers_block(papers: Mapping[str, tuple[Table | None, str]]) -> str:
     """Return a table with a line for each paper: its verdict, the number of values in each group, and the reason.
 
@@ -361,7 +388,7 @@ def take_in(folder: Path) -> list[Path]:
         )
     figures = [one for one in content.get("figures", []) if table.scale in one.get("scales", [table.scale])]
     boards = [f"{slug(protocol)}.png" for protocol in list_protocols(content)]
-    names = ["table.json", *(figure["file"] for figure in figures), *boards]
+    names = ["table.json", *(figure["file"] for figure in figures), *boards, *_STATISTICS]
     target_folder = scale_folder(home, table.scale)
     target_folder.mkdir(exist_ok=True)
     path_pairs = [(safe_join(folder, name), safe_join(target_folder, name)) for name in names]
@@ -416,6 +443,8 @@ def _page(path: Path) -> str:
                 return None
             content = read_rows(folder)
             return boards_block(table, list_protocols(content, "method"), list_protocols(content, "bound"))
+        if name in ("comparisons", "ranking", "findings"):
+            return statistics_block(name, table, folder) if (table := _table(folder)) else None
         if name == "verdict":
             return verdict_block(_table(folder / subfolder), _why(folder))
         return written_block(table, subfolder) if name == "written" and (table := _table(folder / subfolder)) else None
