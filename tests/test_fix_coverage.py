@@ -16,6 +16,19 @@ TRIED_ELSEWHERE: dict[str, list[str]] = {
         "tests/cli/test_new.py::test_derive_names_unusable_name_raises_with_usable_name",
         "tests/cli/test_new.py::test_new_name_of_installed_module_raises",
     ],
+    "Use table.json and samples.json of the same command `lightning-fcl leaderboard`.": [
+        "tests/evaluation/test_comparison_results.py::"
+        "test_compare_rows_samples_of_other_runs_raise_and_own_samples_work",
+    ],
+    "Write the file with `lightning-fcl leaderboard`.": [
+        "tests/evaluation/test_comparison_results.py::test_damaged_files_are_fixed_by_writing_them_again",
+    ],
+    "Write {PROTOCOL | METHOD | COLUMN}, or {= ": [
+        "tests/evaluation/test_findings.py::test_render_findings_hints_are_fixes_that_work",
+    ],
+    "Exchange the methods, and correct the words. To show the sign, write + after the column.": [
+        "tests/evaluation/test_findings.py::test_render_findings_hints_are_fixes_that_work",
+    ],
     "Use another NAME, or another `--out`.": [
         "tests/cli/test_new.py::test_new_existing_file_is_avoided_with_other_name_or_folder",
     ],

@@ -151,9 +151,6 @@ def test_comparisons_table_and_file_contain_the_results(tmp_path):
     path = write_comparison_results(tmp_path / "comparisons.json", results)
     assert read_comparison_results(path) == results
     assert json.loads(path.read_text())["comparisons"][0]["verdict"] == "higher"
-    path.write_text('{"format": 1, "comparisons": [{"interval": [1]}]}')
-    with raises(DamagedFileError, value=path):
-        read_comparison_results(path)
 
 
 def test_samples_are_collected_written_and_read(tmp_path):
@@ -174,9 +171,33 @@ def test_samples_are_collected_written_and_read(tmp_path):
     read = read_samples(path)
     assert {row: sorted(of) for row, of in read.items()} == {"P a": [0, 1]}
     assert np.array_equal(read["P a"][1], bits[0]) and np.array_equal(read["P a"][0], bits[1])
-    path.write_text('{"format": 1, "rows": {"P a": {"0": {"n": 20, "bits": "gYA="}}}}')
-    with raises(DamagedFileError, value=path):
-        read_samples(path)
+
+
+def test_damaged_files_are_fixed_by_writing_them_again(tmp_path):
+    results = (ComparisonResult(FAMILY[0], (0,), 0.1),)
+    samples = {"P a": {0: np.array([True, False])}}
+    for text, write, read, content in (
+        (
+            '{"format": 1, "comparisons": [{"interval": [1]}]}',
+            write_comparison_results,
+            read_comparison_results,
+            results,
+        ),
+        ('{"format": 1, "rows": {"P a": {"0": {"n": 20, "bits": "gYA="}}}}', write_samples, read_samples, samples),
+    ):
+        path = tmp_path / "file.json"
+        path.write_text(text)
+        with raises(DamagedFileError, value=path):
+            read(path)
+        assert "Write the file with `lightning-fcl leaderboard`." in error_text(read, path)
+        write(path, content)
+        assert len(read(path)) == 1
+
+
+def error_text(read, path):
+    with pytest.raises(DamagedFileError) as error:
+        read(path)
+    return str(error.value)
 
 
 def entry(first="a", second="b", **other):
