@@ -21,7 +21,12 @@ TRIED_ELSEWHERE: dict[str, list[str]] = {
         "test_compare_rows_samples_of_other_runs_raise_and_own_samples_work",
     ],
     "Write the file with `lightning-fcl leaderboard`.": [
-        "tests/evaluation/test_comparison_results.py::test_damaged_files_are_fixed_by_writing_them_again",
+        "tests/evaluation/test_comparison_results.py::test_damaged_comparisons_are_fixed_by_writing_them_again",
+        "tests/evaluation/test_comparison_results.py::test_damaged_samples_are_fixed_by_writing_them_again",
+        "tests/evaluation/test_comparison_results.py::test_missing_comparisons_are_fixed_by_writing_them",
+        "tests/evaluation/test_comparison_results.py::"
+        "test_comparisons_of_another_format_are_fixed_by_writing_them_again",
+        "tests/evaluation/test_comparison_results.py::test_samples_of_another_format_are_fixed_by_writing_them_again",
     ],
     "Write {PROTOCOL | METHOD | COLUMN}, or {= ": [
         "tests/evaluation/test_findings.py::test_render_findings_hints_are_fixes_that_work",
@@ -107,6 +112,12 @@ TRIED_ELSEWHERE: dict[str, list[str]] = {
         "tests/cli/test_tune_storage.py::test_open_storage_hint_is_a_fix_that_works",
         "tests/cli/test_tune_storage.py::test_open_storage_invalid_text_raises",
         "tests/cli/test_tune_storage.py::test_open_storage_other_file_raises_and_keeps_the_file",
+    ],
+    "Did you mean FedCBDR?": [
+        "tests/evaluation/test_comparison_results.py::test_read_comparisons_suggested_method_works",
+    ],
+    "Did you mean last_accuracy?": [
+        "tests/evaluation/test_findings.py::test_render_findings_suggested_column_works",
     ],
     "Did you mean n_warmup_steps?": [
         "tests/cli/test_tune_pruning.py::test_make_pruner_suggested_argument_works",

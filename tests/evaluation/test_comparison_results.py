@@ -7,7 +7,7 @@ import pytest
 from raising import raises
 from scipy import stats
 
-from lightning_fcl.errors import DamagedFileError, InvalidValueError, UnknownNameError
+from lightning_fcl.errors import DamagedFileError, InvalidValueError, MissingFileError, UnknownNameError
 from lightning_fcl.evaluation.comparison_results import (
     ComparisonResult,
     compare_rows,
@@ -173,31 +173,60 @@ def test_samples_are_collected_written_and_read(tmp_path):
     assert np.array_equal(read["P a"][1], bits[0]) and np.array_equal(read["P a"][0], bits[1])
 
 
-def test_damaged_files_are_fixed_by_writing_them_again(tmp_path):
-    results = (ComparisonResult(FAMILY[0], (0,), 0.1),)
-    samples = {"P a": {0: np.array([True, False])}}
-    for text, write, read, content in (
-        (
-            '{"format": 1, "comparisons": [{"interval": [1]}]}',
-            write_comparison_results,
-            read_comparison_results,
-            results,
-        ),
-        ('{"format": 1, "rows": {"P a": {"0": {"n": 20, "bits": "gYA="}}}}', write_samples, read_samples, samples),
-    ):
-        path = tmp_path / "file.json"
-        path.write_text(text)
-        with raises(DamagedFileError, value=path):
-            read(path)
-        assert "Write the file with `lightning-fcl leaderboard`." in error_text(read, path)
-        write(path, content)
-        assert len(read(path)) == 1
+RESULTS = (ComparisonResult(FAMILY[0], (0,), 0.1),)
+HINT = "Write the file with `lightning-fcl leaderboard`."
 
 
-def error_text(read, path):
-    with pytest.raises(DamagedFileError) as error:
+def check_fix(path, read, write, content):
+    """Check that reading fails with the hint, and that reading works after writing the file."""
+    with pytest.raises((DamagedFileError, InvalidValueError, MissingFileError)) as error:
         read(path)
-    return str(error.value)
+    assert HINT in str(error.value)
+    write(path, content)
+    assert len(read(path)) == 1
+
+
+def test_damaged_comparisons_are_fixed_by_writing_them_again(tmp_path):
+    path = tmp_path / "comparisons.json"
+    path.write_text('{"format": 1, "comparisons": [{"interval": [1]}]}')
+    with raises(DamagedFileError, value=path):
+        read_comparison_results(path)
+    check_fix(path, read_comparison_results, write_comparison_results, RESULTS)
+
+
+def test_damaged_samples_are_fixed_by_writing_them_again(tmp_path):
+    path = tmp_path / "samples.json"
+    path.write_text('{"format": 1, "rows": {"P a": {"0": {"n": 20, "bits": "gYA="}}}}')
+    with raises(DamagedFileError, value=path):
+        read_samples(path)
+    check_fix(path, read_samples, write_samples, {"P a": {0: np.array([True, False])}})
+
+
+def test_missing_comparisons_are_fixed_by_writing_them(tmp_path):
+    check_fix(tmp_path / "comparisons.json", read_comparison_results, write_comparison_results, RESULTS)
+
+
+@pytest.mark.parametrize("text", ["{", '{"format": 2}'])
+def test_comparisons_of_another_format_are_fixed_by_writing_them_again(tmp_path, text):
+    path = tmp_path / "comparisons.json"
+    path.write_text(text)
+    check_fix(path, read_comparison_results, write_comparison_results, RESULTS)
+
+
+@pytest.mark.parametrize("text", ["{", '{"format": 2}'])
+def test_samples_of_another_format_are_fixed_by_writing_them_again(tmp_path, text):
+    path = tmp_path / "samples.json"
+    path.write_text(text)
+    check_fix(path, read_samples, write_samples, {"P a": {0: np.array([True, False])}})
+
+
+def test_read_comparisons_suggested_method_works():
+    protocols = {"P": ["FedCBDR", "Replay"]}
+    with pytest.raises(UnknownNameError) as error:
+        read_comparisons({"comparisons": [entry("FedCDBR", "Replay")]}, protocols)
+    assert "Did you mean FedCBDR?" in str(error.value)
+    (comparison,) = read_comparisons({"comparisons": [entry("FedCBDR", "Replay")]}, protocols)
+    assert comparison.rows == ("P FedCBDR", "P Replay")
 
 
 def entry(first="a", second="b", **other):

@@ -115,3 +115,10 @@ def test_render_findings_hints_are_fixes_that_work():
     with pytest.raises(InvalidValueError, match="Exchange the methods"):
         render_findings("{P5 | STSA-E - DER++ | last_accuracy}", make_findings(shift=0.2))
     assert render_findings("{P5 | DER++ - STSA-E | last_accuracy}", make_findings(shift=0.2)) == "0.100"
+
+
+def test_render_findings_suggested_column_works():
+    with pytest.raises(UnknownNameError) as error:
+        render_findings("{P5 | DER++ | lastaccuracy}", make_findings())
+    assert "Did you mean last_accuracy?" in str(error.value)
+    assert render_findings("{P5 | DER++ | last_accuracy}", make_findings()) == "0.105"
