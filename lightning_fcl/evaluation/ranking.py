@@ -61,9 +61,9 @@ class Ranking:
         """Largest groups of methods with ranks within the critical distance, each of at least two methods."""
         methods, groups = [*self.ranks], list[tuple[str, ...]]()
         for start, first in enumerate(methods):
-            within = [m for m in methods[start:] if self.ranks[m] - self.ranks[first] < self.critical_distance]
-            if len(within) > 1 and not (groups and within[-1] in groups[-1]):
-                groups.append(tuple(within))
+            members = [m for m in methods[start:] if self.ranks[m] - self.ranks[first] < self.critical_distance]
+            if len(members) > 1 and not (groups and members[-1] in groups[-1]):
+                groups.append(tuple(members))
         return groups
 
     @property
@@ -98,10 +98,16 @@ def read_ranking(content: Mapping[str, Any], protocols: Mapping[str, Collection[
             argument="ranking",
             value=entry,
         )
-    for key, least, most in (("methods", _MIN_METHODS, MAX_METHODS), ("protocols", _MIN_PROTOCOLS, None)):
+    for key, min_names, max_names in (("methods", _MIN_METHODS, MAX_METHODS), ("protocols", _MIN_PROTOCOLS, None)):
         names = entry[key]
-        limits = f"at least {least} different names" if most is None else f"{least} to {most} different names"
-        if not isinstance(names, list) or not least <= len({*map(str, names)}) == len(names) <= (most or len(names)):
+        limits = (
+            f"at least {min_names} different names"
+            if max_names is None
+            else f"{min_names} to {max_names} different names"
+        )
+        if not isinstance(names, list) or not min_names <= len({*map(str, names)}) == len(names) <= (
+            max_names or len(names)
+        ):
             raise InvalidValueError(
                 f"Expected `{key}` of `ranking` to be a list of {limits}, but got {names}.", argument=key, value=names
             )
@@ -174,10 +180,10 @@ def ranking_table(ranking: Ranking) -> str:
     """Return the average ranks as a table in Markdown, with the methods that are not separated from each method."""
     lines = []
     for method, rank in ranking.ranks.items():
-        near = [
+        near_methods = [
             other
             for other, other_rank in ranking.ranks.items()
             if other != method and abs(other_rank - rank) < ranking.critical_distance
         ]
-        lines.append([method, f"{rank:.2f}", ", ".join(near) or "-"])
+        lines.append([method, f"{rank:.2f}", ", ".join(near_methods) or "-"])
     return markdown_table(["method", "average rank", "not separated from"], lines)

@@ -55,14 +55,16 @@ def ranking_chart(ranking: Ranking) -> Spec:
         x=x, y=alt.Y("start:Q", scale=y_scale, axis=None)
     )
     texts = labels.encode(x=alt.X("end:Q", scale=scale, axis=None), y=y, text="label:N")
-    left = texts.transform_filter("datum.side == 'left'").mark_text(align="right", dx=-4, color=_DARK)
-    right = texts.transform_filter("datum.side == 'right'").mark_text(align="left", dx=4, color=_DARK)
+    left_labels = texts.transform_filter("datum.side == 'left'").mark_text(align="right", dx=-4, color=_DARK)
+    right_labels = texts.transform_filter("datum.side == 'right'").mark_text(align="left", dx=4, color=_DARK)
     groups = (
         charts.get_chart("bars")
         .mark_rule(strokeWidth=4, strokeCap="round", color=charts.COLORS[5])
         .encode(x=alt.X("start:Q", scale=scale, axis=None), x2="end", y=y)
     )
-    layers: Chart = alt.layer(stems, arms, axis, tick_marks, numbers, ruler, ruler_text, groups, dots, left, right)
+    layers: Chart = alt.layer(
+        stems, arms, axis, tick_marks, numbers, ruler, ruler_text, groups, dots, left_labels, right_labels
+    )
     title = f"Average rank of the last accuracy over {ranking.num_protocols} protocols"
     figure = layers.properties(
         width=_WIDTH + 2 * _MARGIN, height=int(height + 52), title=title, view=alt.ViewConfig(stroke=None)
