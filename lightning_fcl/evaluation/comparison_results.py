@@ -95,13 +95,15 @@ def _compare(table: Table, samples: SampleTable, planned: PlannedComparison) -> 
         return ComparisonResult(planned)
     difference = float(np.mean([first[seed] - second[seed] for seed in seeds]))
     bits = [[samples.get(row, {}).get(seed) for seed in seeds] for row in planned.rows]
-    found = [[one for one in of_row if one is not None] for of_row in bits]
+    known_bits = [[array for array in of_row if array is not None] for of_row in bits]
     interval = None
-    if len(seeds) >= MIN_SEEDS and all(len(of_row) == len(seeds) for of_row in found):
-        for row, values, of_row in zip(planned.rows, (first, second), found, strict=True):
-            for seed, one in zip(seeds, of_row, strict=True):
-                _check_samples(f"row {row}, seed {seed}", len(found[0][0]), len(one), values[seed], float(one.mean()))
-        correct = np.array(found, dtype=np.int8)
+    if len(seeds) >= MIN_SEEDS and all(len(of_row) == len(seeds) for of_row in known_bits):
+        for row, values, of_row in zip(planned.rows, (first, second), known_bits, strict=True):
+            for seed, array in zip(seeds, of_row, strict=True):
+                _check_samples(
+                    f"row {row}, seed {seed}", len(known_bits[0][0]), len(array), values[seed], float(array.mean())
+                )
+        correct = np.array(known_bits, dtype=np.int8)
         interval = crossed_interval(correct[0] - correct[1])
     return ComparisonResult(planned, seeds, difference, interval, paired_p_value(first, second))
 

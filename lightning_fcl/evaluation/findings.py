@@ -39,37 +39,39 @@ class Findings:
     comparisons: Sequence[ComparisonResult]
     protocols: Sequence[str]
 
-    def value(self, place: str) -> str:
+    def value(self, expression: str) -> str:
         """Return the text of a value in braces, without the braces.
 
         Raises:
-            InvalidValueError: If the place has another form, or if a difference without a sign is negative.
+            InvalidValueError: If the expression has another form, or if a difference without a sign is negative.
             UnknownNameError: If the table has no such row, column or comparison.
         """
-        place = " ".join(place.split())
-        if place.startswith("="):
-            return place[1:].strip()
-        parts = [part.strip() for part in place.split("|")]
+        expression = " ".join(expression.split())
+        if expression.startswith("="):
+            return expression[1:].strip()
+        parts = [part.strip() for part in expression.split("|")]
         if parts[0] == "comparison" and len(parts) == 4:
             return self._comparison(parts[1], parts[2], parts[3])
         if len(parts) != 3:
             raise InvalidValueError(
-                f"Expected a value of a finding to have three parts, but got {{{place}}}.",
+                f"Expected a value of a finding to have three parts, but got {{{expression}}}.",
                 hint="Write {PROTOCOL | METHOD | COLUMN}, or {= NUMBER} for a number that is not in the table.",
                 argument="template",
-                value=place,
+                value=expression,
             )
         protocols = [name for name in self.protocols if fnmatchcase(name, parts[0])]
         if not protocols:
-            raise _unknown(parts[0], self.protocols, "the protocol", place)
-        texts = [self._cells(protocol, parts[1], parts[2], place) for protocol in protocols]
+            raise _unknown(parts[0], self.protocols, "the protocol", expression)
+        texts = [self._cells(protocol, parts[1], parts[2], expression) for protocol in protocols]
         return " and ".join([*([", ".join(texts[:-1])] if texts[:-1] else []), texts[-1]])
 
-    def _cells(self, protocol: str, method: str, column: str, place: str) -> str:
+    def _cells(self, protocol: str, method: str, column: str, expression: str) -> str:
         """Return a mean, or the difference of the means of two methods."""
         column, signed = column.removesuffix("+").strip(), column.endswith("+")
         names = method.split(" - ")
-        values = [sum(self._mean(f"{protocol} {name}", one, place) for one in column.split(" + ")) for name in names]
+        values = [
+            sum(self._mean(f"{protocol} {name}", one, expression) for one in column.split(" + ")) for name in names
+        ]
         size = is_size(column.split(" + ")[0])
         value = values[0] - values[1] if len(values) == 2 else values[0]
         digits, unit = (1, " MB") if size else (3, "")
@@ -77,20 +79,20 @@ class Findings:
         value = round(value / 1e6 if size else value, digits) + 0.0
         if len(values) == 2 and value < 0 and not signed:
             raise InvalidValueError(
-                f"Expected the difference in {{{place}}} to be positive, but got {value:.{digits}f}.",
+                f"Expected the difference in {{{expression}}} to be positive, but got {value:.{digits}f}.",
                 hint="Exchange the methods, and correct the words. To show the sign, write + after the column.",
                 argument="template",
-                value=place,
+                value=expression,
             )
         return f"{value:{'+' * signed}.{digits}f}{unit}"
 
-    def _mean(self, row: str, column: str, place: str) -> float:
+    def _mean(self, row: str, column: str, expression: str) -> float:
         cells = self.table.rows.get(row)
         if cells is None:
-            raise _unknown(row, [*self.table.rows], "the row", place)
+            raise _unknown(row, [*self.table.rows], "the row", expression)
         cell = cells.get(column)
         if cell is None or cell.mean is None:
-            raise _unknown(column, [*cells], "the column", place)
+            raise _unknown(column, [*cells], "the column", expression)
         return cell.mean
 
     def _comparison(self, protocol: str, methods: str, field: str) -> str:
@@ -169,9 +171,9 @@ def _wrap(lines: Sequence[str]) -> str:
     return textwrap.fill(text, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
-def _unknown(name: str, known_names: Sequence[str], subject: str, place: str) -> UnknownNameError:
+def _unknown(name: str, known_names: Sequence[str], subject: str, expression: str) -> UnknownNameError:
     return UnknownNameError(
-        f"Expected {subject} in {{{place}}} to be among {format_names(known_names)}, but got {name}.",
+        f"Expected {subject} in {{{expression}}} to be among {format_names(known_names)}, but got {name}.",
         hint=did_you_mean(name, known_names),
         argument="template",
         value=name,
