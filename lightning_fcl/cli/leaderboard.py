@@ -26,7 +26,13 @@ from lightning_fcl.runs.paper_rows import (
 # Number of seeds of rows whose grid in `rows.yaml` does not specify the number.
 _SEEDS = 5
 # Metrics of the clients by the column of the leaderboard.
-_OF_CLIENTS = {"last_accuracy": "final_accuracy", "forgetting": "forgetting"}
+_OF_CLIENTS = {
+    "last_accuracy": "final_accuracy",
+    "forgetting": "forgetting",
+    "learning_accuracy": "learning_accuracy",
+}
+# Columns that exist only for the server.
+_OF_SERVER = ("incremental_accuracy", "anytime_accuracy", "bytes_accuracy")
 
 
 class Leaderboard(Command):
@@ -121,19 +127,19 @@ def columns_of(model: str, columns: Mapping[str, float], results: Mapping[str, A
     """Return the columns of a run of the leaderboard, with the accuracy of the clients if the row needs it.
 
     Args:
-        model: ``model`` of the row, see `RowEntry`. With ``"clients"``, the last accuracy and the forgetting are means
-            over the clients. There is then no average incremental accuracy.
+        model: ``model`` of the row, see `RowEntry`. With ``"clients"``, the last accuracy, the learning accuracy and
+            the forgetting are means over the clients. Columns that exist only for the server are then left out.
         columns: Values of the columns for the server.
         results: Content of ``results.json`` of the run.
 
     Example:
         >>> metrics = {"final_accuracy/clients": 0.2, "forgetting/clients": 0.1}
-        >>> columns_of("clients", {"last_accuracy": 0.01, "stage_accuracy": 0.01, "seconds": 9.0}, {"metrics": metrics})
-        {'last_accuracy': 0.2, 'seconds': 9.0, 'forgetting': 0.1}
+        >>> columns_of("clients", {"last_accuracy": 0.01, "incremental_accuracy": 0.01, "rounds": 9.0}, {"metrics": metrics})
+        {'last_accuracy': 0.2, 'rounds': 9.0, 'forgetting': 0.1}
     """
     if model == "server":
         return dict(columns)
-    kept = {name: value for name, value in columns.items() if name != "stage_accuracy"}
+    kept = {name: value for name, value in columns.items() if name not in _OF_SERVER}
     metrics = {column: results["metrics"].get(f"{name}/clients") for column, name in _OF_CLIENTS.items()}
     return kept | {column: value for column, value in metrics.items() if value is not None}
 

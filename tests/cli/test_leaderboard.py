@@ -124,7 +124,7 @@ def test_leaderboard_bound_of_clients_has_separate_table_and_clients_accuracy(bo
     (cells,) = read_table(tmp_path / "table.json").rows.values()
     metrics = read_results(tmp_path / "p4-bound-alone" / "seed-0")["metrics"]
     assert cells["last_accuracy"].mean == metrics["final_accuracy/clients"] != metrics["final_accuracy/server"]
-    assert "stage_accuracy" not in cells
+    assert "incremental_accuracy" not in cells
 
 
 def test_leaderboard_row_without_settings_raises_with_search_command(boards, tmp_path, error_of):
