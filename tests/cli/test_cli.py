@@ -320,7 +320,7 @@ def test_data_ls_and_verify_report_datasets(capsys, error_of, tmp_path, monkeypa
     main(["data", "verify", "digits"])
     assert "1797" in capsys.readouterr().out
     monkeypatch.setenv("LIGHTNING_FCL_DATA", str(tmp_path))
-    names = "cifar100, core50, fc100, hhar, lfw, miniimagenet, orl, tinyimagenet, ucihar, wesad"
+    names = "cifar10, cifar100, core50, fc100, hhar, lfw, miniimagenet, orl, tinyimagenet, ucihar, wesad"
     assert f"cannot be used: {names}" in error_of(["data", "verify"])
 
 

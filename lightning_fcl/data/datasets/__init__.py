@@ -12,16 +12,11 @@ from typing import Any
 import numpy as np
 
 from lightning_fcl.data.datasets.arrays import ArrayDataset
+from lightning_fcl.data.datasets.cifar import load_cifar10, load_cifar100, load_fc100
 from lightning_fcl.data.datasets.digits import load_digits
 from lightning_fcl.data.datasets.faces import load_lfw, load_orl
 from lightning_fcl.data.datasets.hhar import load_hhar
-from lightning_fcl.data.datasets.photographs import (
-    load_cifar100,
-    load_core50,
-    load_fc100,
-    load_miniimagenet,
-    load_tinyimagenet,
-)
+from lightning_fcl.data.datasets.photographs import load_core50, load_miniimagenet, load_tinyimagenet
 from lightning_fcl.data.datasets.readers import SOURCES
 from lightning_fcl.data.datasets.sensors import load_ucihar, load_wesad
 from lightning_fcl.errors import UnknownNameError
@@ -33,7 +28,7 @@ __all__ = ["ArrayDataset", "data_root", "download", "list_datasets", "load_datas
 _LOADERS: dict[str, Callable[..., ArrayDataset]] = {
     loader.__name__.removeprefix("load_"): loader
     for loader in (
-        *(load_cifar100, load_core50, load_digits, load_fc100, load_hhar, load_lfw),
+        *(load_cifar10, load_cifar100, load_core50, load_digits, load_fc100, load_hhar, load_lfw),
         *(load_miniimagenet, load_orl, load_tinyimagenet, load_ucihar, load_wesad),
     )
 }
@@ -68,7 +63,7 @@ def list_datasets() -> list[Source]:
 
     Example:
         >>> [source.name for source in list_datasets()][:6]
-        ['cifar100', 'core50', 'digits', 'fc100', 'hhar', 'lfw']
+        ['cifar10', 'cifar100', 'core50', 'digits', 'fc100', 'hhar']
     """
     return [*SOURCES.values()]
 

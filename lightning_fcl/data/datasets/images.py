@@ -2,9 +2,10 @@
 
 import hashlib
 import io
+import itertools
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -87,6 +88,37 @@ def read_image(
                 chunks.seek(8)
                 PngImagePlugin.ChunkStream(chunks).verify()
         return np.asarray(image.convert(mode))
+
+
+def packed_images(
+    path: Path, arrays: Mapping[str, NDArray[Any]], name: str, names: Sequence[str], remedy: str
+) -> Iterator[NDArray[np.uint8]]:
+    """Return the images (height, width, 3) of an array with the concatenated bytes of image files.
+
+    Args:
+        path: Path of the npz file, for messages.
+        arrays: Arrays of the file: the bytes, and ``offsets``, the position of each image's first byte and the end.
+        name: Name of the array with the bytes. In upper case, the name is the images' format in Pillow.
+        names: Names of the images, for messages.
+        remedy: Hint for errors.
+
+    Raises:
+        InvalidValueError: If the offsets do not divide the bytes into one image per name.
+        DamagedFileError: If an image is damaged. Images are decoded when the iterator returns them.
+    """
+    content, offsets = arrays[name], arrays["offsets"].astype(np.int64)
+    bounds = [0, *offsets[1:-1].tolist(), len(content)]
+    if offsets.tolist() != bounds or len(bounds) != len(names) + 1 or (np.diff(offsets) < 0).any():
+        limits = f" from {offsets[0]} to {offsets[-1]}" if len(offsets) else ""
+        raise InvalidValueError(
+            f"Expected `offsets` of {path} to cut the {len(content)} bytes of `{name}` into {len(names)} images, but "
+            f"got {len(offsets)} bounds{limits}. {remedy}",
+            argument="offsets",
+        )
+    return (
+        read_image(path / own_name, name.upper(), "RGB", content=content[first:last].tobytes())
+        for own_name, (first, last) in zip(names, itertools.pairwise(offsets), strict=True)
+    )
 
 
 def _resized(image: NDArray[np.uint8], size: Sequence[int] | None) -> NDArray[np.uint8]:

@@ -1,8 +1,6 @@
-"""Datasets of photographs: CIFAR-100, FC100, MiniImageNet, TinyImageNet and CORe50."""
+"""Datasets of photographs: MiniImageNet, TinyImageNet and CORe50."""
 
-import hashlib
 import importlib.util
-import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
@@ -12,114 +10,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_fcl.data.datasets.arrays import ArrayDataset
-from lightning_fcl.data.datasets.images import Scale, photo_dataset, read_image, resize_all, resize_all_once
+from lightning_fcl.data.datasets.images import (
+    Scale,
+    packed_images,
+    photo_dataset,
+    read_image,
+    resize_all,
+    resize_all_once,
+)
 from lightning_fcl.data.datasets.readers import (
     SOURCES,
-    array_from_pickle,
     check_int_range,
     numbered_paths,
     read_lines,
     read_npz,
-    read_restricted_pickle,
 )
 from lightning_fcl.errors import InvalidValueError, MissingValueError
 from lightning_fcl.io.paths import safe_join
-from lightning_fcl.io.reading import as_file_error, check, open_file
+from lightning_fcl.io.reading import as_file_error, check
 from lightning_fcl.validation import at_least
-
-_CIFAR100 = SOURCES["cifar100"]
-
-# MD5 digests of the files, as in torchvision/datasets/cifar.py.
-MD5 = {
-    "meta": "7973b15100ade9c7d40fb424638fde48",
-    "train": "16019d7e3df5f24257cddd939b257f8d",
-    "test": "f0ef6b0ae62326f3e7ffdfab6717acfc",
-}
-
-
-def load_cifar100(root: str | Path | None = None, size: int = 32, normalize: Scale = "imagenet") -> ArrayDataset:
-    """Load CIFAR-100: photographs of 100 classes in 20 superclasses, 32 x 32 pixels.
-
-    The dataset is from Krizhevsky 2009, "Learning multiple layers of features from tiny images", University of Toronto.
-    The loader reads the original folder ``cifar-100-python`` with the pickles ``train``, ``test`` and ``meta``. No
-    function that a pickle names is called.
-
-    All images are loaded: first the training set, then the publishers' test set. Together, they have 60000 images.
-
-    Args:
-        root: Folder that contains the datasets. For the default, see `data_root`.
-        size: Height and width in pixels to which the images are resized.
-        normalize: Normalization of pixels. See `lightning_fcl.data.datasets.images.photo_dataset`.
-
-    Returns:
-        A dataset with `x` of shape (n, 3, size, size).
-    """
-    at_least(1, size=size)
-    pixels, labels, names, test = read_images(_CIFAR100.find(root)[1], size)
-    return photo_dataset(pixels, labels["fine"], names["fine"], normalize, test)
-
-
-def read_images(
-    folder: Path, size: int
-) -> tuple[NDArray[np.uint8], dict[str, NDArray[np.int64]], dict[str, tuple[str, ...]], NDArray[np.bool_]]:
-    """Return images, labels, class names, and a test mask. Labels and names are dicts: keys "fine" and "coarse"."""
-    contents = []
-    for name, digest in MD5.items():
-        path = folder / name
-        with as_file_error(path, "to be the published file", _CIFAR100.remedy), open_file(path) as file:
-            actual_digest = hashlib.file_digest(file, "md5").hexdigest()
-            check(actual_digest == digest, f"a file with MD5 {actual_digest}")
-        contents.append(read_restricted_pickle(path, _CIFAR100.remedy))
-    meta, *parts = contents
-    # A row of the file contains all red values, then green, then blue.
-    pixels = np.concatenate([array_from_pickle(part["data"]).reshape(-1, 3, 32, 32) for part in parts])
-    labels = {kind: np.concatenate([part[f"{kind}_labels"] for part in parts]) for kind in ("fine", "coarse")}
-    names = {kind: tuple(meta[f"{kind}_label_names"]) for kind in ("fine", "coarse")}
-    test = np.repeat([False, True], [len(part["fine_labels"]) for part in parts])
-    if size != 32:
-        pixels = resize_all((image.transpose(1, 2, 0) for image in pixels), len(pixels), size)
-    return pixels, labels, names, test
-
-
-_FC100 = SOURCES["fc100"]
-
-# The split in the authors' code. With CIFAR-100's numbers of superclasses, 1, 2, 3, 4, 5, 6, 9, 10, 15, 17, 18 and 19
-# are for training, 8, 11, 13 and 16 for validation, and 0, 7, 12 and 14 for testing.
-SUPERCLASSES = (
-    *("fish", "flowers", "food_containers", "fruit_and_vegetables", "household_electrical_devices"),
-    *("household_furniture", "large_man-made_outdoor_things", "large_natural_outdoor_scenes", "reptiles", "trees"),
-    *("vehicles_1", "vehicles_2"),
-    *("large_carnivores", "large_omnivores_and_herbivores", "non-insect_invertebrates", "small_mammals"),
-    *("aquatic_mammals", "insects", "medium_mammals", "people"),
-)
-
-
-def load_fc100(root: str | Path | None = None, size: int = 32, normalize: Scale = "imagenet") -> ArrayDataset:
-    """Load FC100 (Fewshot-CIFAR100): the images of CIFAR-100, with the classes grouped by superclass.
-
-    The split is from Oreshkin et al. 2018, "TADAM: task dependent adaptive metric for improved few-shot learning",
-    NeurIPS. The paper uses 12 superclasses for training, 4 for validation and 4 for testing, so that the classes of
-    different parts are not similar. The loader reads the files of CIFAR-100.
-
-    The classes are in the order of the split, superclass by superclass. In the paper, different parts have different
-    classes, for few-shot learning. Here, each class has the training and test images of CIFAR-100, as in the continual
-    stream of all 100 classes in Zuo et al. 2024. Each block of ten consecutive classes contains two superclasses.
-
-    Args:
-        root: Folder that contains the datasets. For the default, see `data_root`.
-        size: Height and width in pixels to which the images are resized.
-        normalize: Normalization of pixels. See `lightning_fcl.data.datasets.images.photo_dataset`.
-
-    Returns:
-        A dataset with `x` of shape (n, 3, size, size).
-    """
-    at_least(1, size=size)
-    pixels, labels, names, test = read_images(_FC100.find(root)[1], size)
-    coarse = [names["coarse"].index(name) for name in SUPERCLASSES]
-    order = [label for number in coarse for label in np.unique(labels["fine"][labels["coarse"] == number]).tolist()]
-    classes = [names["fine"][label] for label in order]
-    return photo_dataset(pixels, np.argsort(order)[labels["fine"]], classes, normalize, test)
-
 
 _TINY_IMAGENET = SOURCES["tinyimagenet"]
 
@@ -288,20 +197,10 @@ def _mini_from_npz(path: Path) -> tuple[list[str], NDArray[np.bool_], Iterator[N
         "wnids": ("U", ("classes",)),
     }
     arrays = read_npz(path, spec, _REMEDY)
-    webp, offsets, wnids = arrays["webp"], arrays["offsets"].astype(np.int64), arrays["wnids"]
-    bounds = [0, *offsets[1:-1].tolist(), len(webp)]
-    if offsets.tolist() != bounds or len(bounds) != len(arrays["y"]) + 1 or (np.diff(offsets) < 0).any():
-        raise InvalidValueError(
-            f"Expected `offsets` of {path} to cut the {len(webp)} bytes of `webp` into {len(arrays['y'])} images, but "
-            f"got {len(offsets)} bounds from {offsets[0]} to {offsets[-1]}. {_REMEDY}",
-            argument="offsets",
-        )
-    label, files = check_int_range(arrays["y"], len(wnids) - 1, f"`y` of {path}", _REMEDY), arrays["files"]
-    images = (
-        read_image(path / f"{name}.webp", "WEBP", "RGB", content=webp[first:last].tobytes())
-        for name, (first, last) in zip(files, itertools.pairwise(offsets), strict=True)
-    )
-    return wnids[label].tolist(), ~arrays["train"].astype(bool), images
+    label = check_int_range(arrays["y"], len(arrays["wnids"]) - 1, f"`y` of {path}", _REMEDY)
+    names = [f"{name}.webp" for name in arrays["files"]]
+    images = packed_images(path, arrays, "webp", names, _REMEDY)
+    return arrays["wnids"][label].tolist(), ~arrays["train"].astype(bool), images
 
 
 def _listed(path: Path) -> list[tuple[Path, str]]:

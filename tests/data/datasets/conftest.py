@@ -1,4 +1,4 @@
-"""Fixtures of the dataset tests: a local server instead of the publishers' servers, and files of CIFAR-100."""
+"""Fixtures of the dataset tests: a local server, and files of CIFAR-10 and CIFAR-100."""
 
 import hashlib
 import struct
@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from lightning_fcl.data.datasets import load_dataset, photographs
+from lightning_fcl.data.datasets import cifar as cifar_module
+from lightning_fcl.data.datasets import load_dataset
 from lightning_fcl.data.datasets.readers import SOURCES
 
 
@@ -140,15 +141,52 @@ def cifar_contents() -> dict[str, dict]:
     return contents
 
 
+def cifar10_contents() -> dict[str, dict]:
+    """Return the contents of the original pickles by name: one image of each class in each of the six batches."""
+    rng = np.random.default_rng(1)
+    contents = {
+        name: {
+            "batch_label": name,
+            "labels": rng.permutation(10).tolist(),
+            "data": rng.integers(256, size=(10, 3072), dtype=np.uint8),
+            "filenames": [f"image_s_{number:06d}.png" for number in range(10)],
+        }
+        for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch")
+    }
+    names = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+    contents["batches.meta"] = {"num_cases_per_batch": 10, "label_names": names, "num_vis": 3072}
+    return contents
+
+
+@pytest.fixture(name="pickled")
+def write_pickles(monkeypatch):
+    """Return a function that returns the published format of contents. Sets the digests to those of these contents."""
+
+    def files(contents, digests) -> dict[str, bytes]:
+        pickles = {name: b"\x80\x02" + python2(content) + b"." for name, content in contents.items()}
+        for name, content in pickles.items():
+            monkeypatch.setitem(digests, name, hashlib.md5(content).hexdigest())
+        return pickles | {"file.txt~": b"left by an editor"}
+
+    return files
+
+
 @pytest.fixture
-def cifar(monkeypatch):
+def cifar10(pickled):
+    """Return contents of a small CIFAR-10, and a function that writes the published format."""
+
+    def files(contents):
+        return pickled(contents, cifar_module.CIFAR10_MD5)
+
+    return SimpleNamespace(contents=cifar10_contents(), files=files)
+
+
+@pytest.fixture
+def cifar(pickled):
     """Return contents of a small CIFAR-100, the superclasses, and functions that write the published format."""
 
     def files(contents) -> dict[str, bytes]:
-        pickles = {name: b"\x80\x02" + python2(content) + b"." for name, content in contents.items()}
-        for name, content in pickles.items():
-            monkeypatch.setitem(photographs.MD5, name, hashlib.md5(content).hexdigest())
-        return pickles | {"file.txt~": b"left by an editor"}
+        return pickled(contents, cifar_module.CIFAR100_MD5)
 
     def put(folder, contents):
         folder.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lightning_fcl.data.datasets import photographs
+from lightning_fcl.data.datasets.cifar import CIFAR100_MD5, load_cifar100
 from lightning_fcl.data.datasets.readers import SOURCES
 
 REMEDY = "Delete this copy and run `lightning-fcl data download cifar100`."
@@ -24,7 +24,7 @@ def test_fixture_pickles_are_read_by_standard_pickle(cifar):
 def test_load_cifar100_original_folder_reads_pixels_and_labels(tmp_path, cifar, place, put):
     folder = cifar.put(tmp_path / place, cifar.contents)
     assert SOURCES["cifar100"].find(tmp_path) == ("pickles", folder)
-    data = photographs.load_cifar100(tmp_path, normalize="none")
+    data = load_cifar100(tmp_path, normalize="none")
     rows = np.concatenate([cifar.contents[part]["data"] for part in ("train", "test")])
     assert data.x.dtype == np.uint8 and data.x.shape == (300, 3, 32, 32)
     # Each line of `rows` is an image: all red values from top to bottom, then all green values, then all blue values.
@@ -42,7 +42,7 @@ def test_load_cifar100_equals_torchvision(tmp_path, cifar, monkeypatch, put):
     cifar.put(tmp_path / "cifar-100-python", cifar.contents)
     monkeypatch.setattr(datasets.CIFAR100, "_check_integrity", lambda self: True)
     monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *args: True)
-    data = photographs.load_cifar100(tmp_path)
+    data = load_cifar100(tmp_path)
     for train in (True, False):
         theirs = datasets.CIFAR100(tmp_path, train=train)
         own = data.official_test != train
@@ -52,7 +52,7 @@ def test_load_cifar100_equals_torchvision(tmp_path, cifar, monkeypatch, put):
 
 def test_load_cifar100_size_resizes_each_image(tmp_path, cifar, put):
     cifar.put(tmp_path, cifar.contents)
-    one, small = photographs.load_cifar100(tmp_path), photographs.load_cifar100(tmp_path, size=20)
+    one, small = load_cifar100(tmp_path), load_cifar100(tmp_path, size=20)
     assert small.x.shape == (300, 3, 20, 20)
     for i in (0, 299):
         image = Image.fromarray(one.x[i].transpose(1, 2, 0)).resize((20, 20), Image.Resampling.BICUBIC)
@@ -64,7 +64,7 @@ def test_load_cifar100_size_resizes_each_image(tmp_path, cifar, put):
 def test_load_cifar100_unpublished_file_raises_with_path(tmp_path, cifar, name, content, put, refused):
     path = cifar.put(tmp_path, cifar.contents) / name
     path.unlink() if content is None else path.write_bytes(content)
-    said = refused(photographs.load_cifar100, tmp_path, error=FileNotFoundError if content is None else ValueError)
+    said = refused(load_cifar100, tmp_path, error=FileNotFoundError if content is None else ValueError)
     missing = f"Expected the file {path} but it is missing. {REMEDY}"
     damaged = f"Expected {path} to be the published file but got: a file with MD5 "
     assert said.startswith(missing if content is None else damaged) and REMEDY in said
@@ -78,19 +78,19 @@ def test_cifar100_url_and_digests_equal_torchvision():
         **dict(published.test_list),
         published.meta["filename"]: published.meta["md5"],
     }
-    assert files == photographs.MD5
+    assert files == CIFAR100_MD5
 
 
 def test_download_cifar100_creates_loadable_folder(tmp_path, publish, cifar):
     files = {f"cifar-100-python/{name}": content for name, content in cifar.files(cifar.contents).items()}
     publish("cifar100", "small.tar.gz", files)
     assert SOURCES["cifar100"].download(tmp_path / "data") == tmp_path / "data" / "cifar100" / "cifar-100-python"
-    assert len(photographs.load_cifar100(tmp_path / "data").x) == 300
+    assert len(load_cifar100(tmp_path / "data").x) == 300
 
 
 @pytest.mark.data
 def test_load_cifar100_real_data_has_known_statistics(real):
-    data = photographs.load_cifar100(real("cifar100"), normalize="channel")
+    data = load_cifar100(real("cifar100"), normalize="channel")
     assert data.x.shape == (60000, 3, 32, 32) and data.official_test.sum() == 10000
     assert np.bincount(data.y[data.official_test]).tolist() == [100] * 100
     # Statistics in common use for CIFAR-100.

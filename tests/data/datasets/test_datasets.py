@@ -14,6 +14,7 @@ from lightning_fcl.data.datasets import ArrayDataset
 from lightning_fcl.errors import InvalidValueError, MissingPackageError, MissingValueError, UnknownNameError
 
 NAMES = [
+    "cifar10",
     "cifar100",
     "core50",
     "digits",

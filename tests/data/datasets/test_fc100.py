@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from lightning_fcl.data.datasets import photographs
+from lightning_fcl.data.datasets import cifar as cifar_module
 from lightning_fcl.data.datasets.readers import SOURCES
 
 # Numbers of the superclasses for training, validation and test, in this order, from the code of TADAM's authors.
@@ -11,12 +11,12 @@ SPLIT = (1, 2, 3, 4, 5, 6, 9, 10, 15, 17, 18, 19, *(8, 11, 13, 16), *(0, 7, 12, 
 
 def test_fc100_superclasses_equal_authors_split(cifar):
     names = list(cifar.superclasses)
-    assert tuple(names.index(name) for name in photographs.SUPERCLASSES) == SPLIT
+    assert tuple(names.index(name) for name in cifar_module.SUPERCLASSES) == SPLIT
 
 
 def test_load_fc100_orders_classes_by_superclass(tmp_path, cifar, put):
     cifar.put(tmp_path / "cifar100" / "cifar-100-python", cifar.contents)
-    data, original = photographs.load_fc100(tmp_path), photographs.load_cifar100(tmp_path)
+    data, original = cifar_module.load_fc100(tmp_path), cifar_module.load_cifar100(tmp_path)
     order = [label for number in SPLIT for label in list(cifar.superclasses.values())[number]]
     assert data.classes == tuple(f"class {label}" for label in order) and len(set(data.classes)) == 100
     np.testing.assert_array_equal(data.x, original.x)

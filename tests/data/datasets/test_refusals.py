@@ -12,6 +12,12 @@ from lightning_fcl.errors import InvalidValueError
 RUN = "Run `lightning-fcl data download {name}`, or"
 HAND = "Download the archive by hand from"
 NOTHING = {
+    "cifar10": (
+        "CIFAR-10",
+        RUN,
+        "`cifar-10-batches-py` with its files such as `data_batch_1`, folders of images as in "
+        "`cifar10/train/airplane/0001.png`, or `cifar10/images.npz`",
+    ),
     "cifar100": ("CIFAR-100", RUN, "`cifar-100-python` with its files `train`, `test` and `meta`"),
     "core50": ("CORe50", RUN, "`core50_128x128` or `core50_32x32`, as in `core50_128x128/s1/o1/C_01_01_000.png`"),
     "fc100": ("CIFAR-100", RUN, "`cifar-100-python` with its files `train`, `test` and `meta`"),
@@ -78,13 +84,17 @@ def test_missing_dataset_raises_with_instructions(tmp_path, name):
 
 OPTIONS = [
     *(("tinyimagenet", {"size": size}, "tinyimagenet.size") for size in (32.0, True)),
-    *((name, {"size": 0}, "size") for name in ("cifar100", "core50", "fc100", "miniimagenet", "tinyimagenet")),
+    *((name, {"size": 0}, "size") for name in ("cifar10", "cifar100", "core50", "fc100")),
+    *((name, {"size": 0}, "size") for name in ("miniimagenet", "tinyimagenet")),
     *(("lfw", {"size": size}, "size") for size in ((64,), (64, 48, 1), (0, 48), (64, -1), (64.0, 48), (True, 48))),
     *(("lfw", {"size": size}, "lfw.size") for size in (None, [64, 48.0])),
     ("orl", {"size": (64, 0)}, "size"),
     *(
         (name, {"normalize": "all"}, f"{name}.normalize")
-        for name in ("cifar100", "core50", "fc100", "hhar", "lfw", "miniimagenet", "orl", "tinyimagenet", "wesad")
+        for name in (
+            *("cifar10", "cifar100", "core50", "fc100", "hhar"),
+            *("lfw", "miniimagenet", "orl", "tinyimagenet", "wesad"),
+        )
     ),
     ("wesad", {"device": "ankle"}, "wesad.device"),
     ("hhar", {"features": "mean"}, "hhar.features"),
