@@ -83,8 +83,12 @@ def load_cifar10(root: str | Path | None = None, size: int = 32, normalize: Scal
     """
     at_least(1, size=size)
     layout, path = _CIFAR10.find(root)
-    read = {"pickles": _cifar10_from_pickles, "folders of images": _cifar10_from_folders, "npz file": _cifar10_from_npz}
-    pixels, y, test = read[layout](path, size)
+    readers = {
+        "pickles": _cifar10_from_pickles,
+        "folders of images": _cifar10_from_folders,
+        "npz file": _cifar10_from_npz,
+    }
+    pixels, y, test = readers[layout](path, size)
     return photo_dataset(pixels, y, CIFAR10_CLASSES, normalize, test)
 
 
@@ -99,22 +103,22 @@ def _cifar10_from_pickles(folder: Path, size: int) -> _Photographs:
 def _cifar10_from_folders(folder: Path, size: int) -> _Photographs:
     paths: list[Path] = []
     labels: list[int] = []
-    for part in ("train", "test"):
-        part_paths = [
-            sorted(path for path in (folder / part / name).glob("*.*") if path.suffix.lower() in _FORMATS)
+    for split_name in ("train", "test"):
+        class_paths = [
+            sorted(path for path in (folder / split_name / name).glob("*.*") if path.suffix.lower() in _FORMATS)
             for name in CIFAR10_CLASSES
         ]
-        num_images = max(map(len, part_paths))
-        for label, (name, own) in enumerate(zip(CIFAR10_CLASSES, part_paths, strict=True)):
-            if not own or len(own) < num_images:
+        num_images = max(map(len, class_paths))
+        for label, (name, image_paths) in enumerate(zip(CIFAR10_CLASSES, class_paths, strict=True)):
+            if not image_paths or len(image_paths) < num_images:
                 raise InvalidValueError(
-                    f"Expected {folder / part / name} to contain {num_images} images, like the other classes, but got "
-                    f"{len(own)}. The images are only partly unpacked. {_CIFAR10.remedy}",
-                    value=folder / part / name,
+                    f"Expected {folder / split_name / name} to contain {num_images} images, like the other classes, but "
+                    f"got {len(image_paths)}. The images are only partly unpacked. {_CIFAR10.remedy}",
+                    value=folder / split_name / name,
                 )
-            paths += own
-            labels += [label] * len(own)
-        if part == "train":
+            paths += image_paths
+            labels += [label] * len(image_paths)
+        if split_name == "train":
             num_train = len(paths)
     images = (read_image(path, _FORMATS[path.suffix.lower()], "RGB", (32, 32)) for path in paths)
     pixels = resize_all_once(paths, images, [CIFAR10_CLASSES[label] for label in labels], size)
