@@ -11,6 +11,7 @@ from .quantization import with_frozen_backbone as with_frozen_backbone
 from .readout import FeatureReadout as FeatureReadout
 from .readout import RandomFeatures as RandomFeatures
 from .readout import ReservoirReadout as ReservoirReadout
+from .resnet import CifarResNet as CifarResNet
 from .ridge import RidgeReadout as RidgeReadout
 from .small import HARCNN as HARCNN
 from .small import MLP as MLP

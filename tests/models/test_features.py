@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fcl.models import HARCNN, LVT, MLP, DSICNet
+from lightning_fcl.models import HARCNN, LVT, MLP, CifarResNet, DSICNet
 
 NETWORKS = {
     "mlp": (lambda: MLP([12, 7, 5]), (3, 4)),
@@ -12,6 +12,7 @@ NETWORKS = {
     "mlp with batch norm": (lambda: MLP([12, 7, 5], batch_norm=True), (3, 4)),
     "har_cnn": (lambda: HARCNN("4-3C_2M_8D", in_channels=3, length=10, num_classes=5), (3, 10)),
     "dsicnet": (lambda: DSICNet(5, (16, 16)), (1, 16, 16)),
+    "resnet": (lambda: CifarResNet(5, width=4), (3, 32, 32)),
     "lvt": (lambda: LVT(5, patch_size=16, width=24, depth=1, num_heads=2), (3, 32, 32)),
 }
 

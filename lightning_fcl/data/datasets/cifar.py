@@ -112,8 +112,8 @@ def _cifar10_from_folders(folder: Path, size: int) -> _Photographs:
         for label, (name, image_paths) in enumerate(zip(CIFAR10_CLASSES, class_paths, strict=True)):
             if not image_paths or len(image_paths) < num_images:
                 raise InvalidValueError(
-                    f"Expected {folder / split_name / name} to contain {num_images} images, like the other classes, but "
-                    f"got {len(image_paths)}. The images are only partly unpacked. {_CIFAR10.remedy}",
+                    f"Expected {folder / split_name / name} to contain {num_images} images, like the other classes, "
+                    f"but got {len(image_paths)}. The images are only partly unpacked. {_CIFAR10.remedy}",
                     value=folder / split_name / name,
                 )
             paths += image_paths
