@@ -23,7 +23,7 @@ from torch import nn
 from lightning_fcl import ClientSpeeds, Deadline, FederatedStream, Swarm, zoo
 from lightning_fcl.cli.jobs import Job, run_parallel
 from lightning_fcl.cli.main import main
-from lightning_fcl.cli.reproduce import match_names, run_rows
+from lightning_fcl.cli.reproduce import make_jobs, match_names, run_rows
 from lightning_fcl.cli.search import Search, trial_recipe
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
 from lightning_fcl.data.labels import check_names as check_class_names
@@ -210,7 +210,8 @@ def table_rows(lab, finished):
     written(lab, "toy/base.yaml", (recipes_folder() / "quickstart.yaml").read_text())
     written(lab, "toy/small.yaml", small)
     written(lab, "toy/rows.yaml", {"base": "base.yaml", "rows": {"a": "small.yaml"}})
-    jobs = run_rows(folder, None, "paper", 1, None, lab.folder / "out", 1, finished)
+    jobs = make_jobs(folder, None, "paper", 1, None, lab.folder / "out")
+    jobs = run_rows(jobs, folder, lab.folder / "out", 1, finished)
     assert [len(runs) for runs in jobs.values()] == [1]
 
 

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_fcl.cli.jobs import check_at_least_one
+from lightning_fcl.cli.jobs import check_at_least_one, is_finished
+from lightning_fcl.cli.leaderboard_runs import (
+    RUNS,
+    LeaderboardRun,
+    find_stored_runs,
+    read_runs,
+    reduce_results,
+    write_runs,
+)
 from lightning_fcl.cli.leaderboard_statistics import StatisticsPlan
 from lightning_fcl.cli.main import Command
-from lightning_fcl.cli.reproduce import match_names, run_rows
-from lightning_fcl.evaluation.table import Table, write_table
+from lightning_fcl.cli.reproduce import make_jobs, match_names, run_rows
+from lightning_fcl.evaluation.table import Table, write_table_json
 from lightning_fcl.runs.found_settings import read_settings, settings_file, settings_table
 from lightning_fcl.runs.paper_rows import (
     expand_grids,
@@ -67,10 +77,14 @@ class Leaderboard(Command):
         )
         add("--cases", help='with --search: select cases by prefix, as in "beta .5" (default: all)')
         add("--finished-only", action="store_true", help="write the table of finished runs, without training")
+        add(
+            "--commit-runs",
+            action="store_true",
+            help="add the runs and the tables to the recipe folder, to reuse them on any machine",
+        )
 
     def run(self, options: Namespace) -> None:
-        from lightning_fcl.evaluation.charts import write_png
-        from lightning_fcl.evaluation.leaderboard import leaderboard_chart, leaderboard_row, leaderboard_table
+        from lightning_fcl.evaluation.leaderboard import leaderboard_row
 
         check_at_least_one(seeds=options.seeds, workers=options.workers)
         folder, out = paper_folder("leaderboard"), options.out
@@ -98,29 +112,68 @@ class Leaderboard(Command):
             return
         rows = [f"{name} {method}" for name in protocol_names for method in protocols[name] if method in methods]
         seeds = {row: options.seeds or entries[row].seeds or _SEEDS for row in rows}
-        jobs = run_rows(folder, rows, "paper", seeds, None, out, options.workers, options.finished_only)
-        runs = [(row, job.results()) for row, of in jobs.items() for job in of]
+        jobs = make_jobs(folder, rows, "paper", seeds, None, out)
+        stored = read_runs(folder)
+        runs = find_stored_runs(jobs, stored)
+        if runs:
+            print(f"Reused {len(runs)} runs from {folder / RUNS}.", file=sys.stderr)
+        remaining_jobs = {row: [job for job in of if (row, job.seed) not in runs] for row, of in jobs.items()}
+        if any(remaining_jobs.values()) and not (options.finished_only and runs):
+            finished_jobs = run_rows(remaining_jobs, folder, out, options.workers, options.finished_only)
+        else:
+            finished_jobs = {row: [job for job in of if is_finished(job)] for row, of in remaining_jobs.items()}
+        for row, of in finished_jobs.items():
+            for job in of:
+                results = job.results()
+                columns = columns_of(entries[row].model, leaderboard_row(results), results)
+                runs[row, job.seed] = reduce_results(results, columns, job.fingerprint, row in plan.rows)
         words = [f"--{name}={value}" for name in ("protocols", "methods") if (value := getattr(options, name))]
         words += [] if options.seeds is None else ["--seeds", str(options.seeds)]
-        table = Table.from_results(
-            [one | {"metrics": columns_of(entries[row].model, leaderboard_row(one), one)} for row, one in runs],
-            "leaderboard",
-            "paper",
-            shlex.join(["lightning-fcl", "leaderboard", *words]),
-        )
-        as_json, _ = write_table(out, table)
-        notes, bounds = list_protocols(content, "method"), list_protocols(content, "bound")
-        for name in protocol_names:
-            if table_text := leaderboard_table(table, name, notes[name]):
-                print(f"{name}\n\n{table_text}\n")
-            if table_text := leaderboard_table(table, name, bounds[name]):
-                print(f"{name}: bounds\n\n{table_text}\n")
-            if chart := leaderboard_chart(table, name, notes[name]):
-                write_png(out / f"{slug(name)}.png", chart)
+        board = Board(content, plan, shlex.join(["lightning-fcl", "leaderboard", *words]))
+        print(board.write(out, runs.values()))
         _print_settings(folder, rows_by_case, methods)
-        if statistics_text := plan.write(out, table, [one for _, one in runs]):
-            print(statistics_text)
-        print(f"Runs: {len(runs)}, in {out}/*/seed-*/report.html\nTable: {as_json}\nCharts: {out}/*.png")
+        print(f"Runs: {len(runs)}, in {out}/*/seed-*/report.html\nTable: {out / 'table.json'}\nCharts: {out}/*.png")
+        if options.commit_runs:
+            all_seeds = {row: max([0, *(seed for name, seed in stored if name == row)]) + 1 for row, _ in stored}
+            all_jobs = make_jobs(folder, [row for row in all_seeds if row in entries], "paper", all_seeds, None, out)
+            runs = {**find_stored_runs(all_jobs, stored), **runs}
+            write_runs(folder, runs.values())
+            Board(content, plan, "lightning-fcl leaderboard").write(folder, runs.values())
+            print(f"Committed {len(runs)} runs to {folder / RUNS}")
+
+
+@dataclass(frozen=True)
+class Board:
+    """The tables, charts and statistics of the leaderboard.
+
+    Args:
+        content: Content of ``rows.yaml``.
+        plan: Planned comparisons and ranking.
+        command: Command of the runs.
+    """
+
+    content: Mapping[str, Any]
+    plan: StatisticsPlan
+    command: str
+
+    def write(self, folder: Path, runs: Iterable[LeaderboardRun]) -> str:
+        """Write the table, the charts and the statistics of runs to a folder. Return the tables as text."""
+        from lightning_fcl.evaluation.charts import write_png
+        from lightning_fcl.evaluation.leaderboard import leaderboard_chart, leaderboard_table
+
+        ordered = sorted(runs, key=lambda run: (run["recipe"]["row"], run["seed"]))
+        table = Table.from_results(ordered, "leaderboard", "paper", self.command)
+        write_table_json(folder, table)
+        notes, bounds = list_protocols(self.content, "method"), list_protocols(self.content, "bound")
+        parts = []
+        for name in list_protocols(self.content):
+            if table_text := leaderboard_table(table, name, notes.get(name, {})):
+                parts.append(f"{name}\n\n{table_text}\n")
+            if table_text := leaderboard_table(table, name, bounds.get(name, {})):
+                parts.append(f"{name}: bounds\n\n{table_text}\n")
+            if chart := leaderboard_chart(table, name, notes.get(name, {})):
+                write_png(folder / f"{slug(name)}.png", chart)
+        return "\n".join([*parts, *filter(None, [self.plan.write(folder, table, ordered)])])
 
 
 def columns_of(model: str, columns: Mapping[str, float], results: Mapping[str, Any]) -> dict[str, float]:
@@ -134,14 +187,15 @@ def columns_of(model: str, columns: Mapping[str, float], results: Mapping[str, A
 
     Example:
         >>> metrics = {"final_accuracy/clients": 0.2, "forgetting/clients": 0.1}
-        >>> columns_of("clients", {"last_accuracy": 0.01, "incremental_accuracy": 0.01, "rounds": 9.0}, {"metrics": metrics})
+        >>> columns = {"last_accuracy": 0.01, "incremental_accuracy": 0.01, "rounds": 9.0}
+        >>> columns_of("clients", columns, {"metrics": metrics})
         {'last_accuracy': 0.2, 'rounds': 9.0, 'forgetting': 0.1}
     """
     if model == "server":
         return dict(columns)
-    kept = {name: value for name, value in columns.items() if name not in _OF_SERVER}
+    server_columns = {name: value for name, value in columns.items() if name not in _OF_SERVER}
     metrics = {column: results["metrics"].get(f"{name}/clients") for column, name in _OF_CLIENTS.items()}
-    return kept | {column: value for column, value in metrics.items() if value is not None}
+    return server_columns | {column: value for column, value in metrics.items() if value is not None}
 
 
 def _print_settings(folder: Path, cases: Iterable[str], methods: Iterable[str]) -> None:

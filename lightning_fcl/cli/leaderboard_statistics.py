@@ -30,6 +30,11 @@ class StatisticsPlan:
         """Return the plan in the content of a ``rows.yaml``, given the methods of each protocol."""
         return cls(read_comparisons(content, protocols), read_ranking(content, protocols))
 
+    @property
+    def rows(self) -> set[str]:
+        """Rows of the planned comparisons."""
+        return {row for planned in self.comparisons for row in planned.rows}
+
     def write(self, out: Path, table: Table, results: Sequence[Mapping[str, Any]]) -> str:
         """Write the statistics, and return them as text.
 
@@ -52,8 +57,7 @@ class StatisticsPlan:
 
         parts = []
         if self.comparisons:
-            rows = {row for planned in self.comparisons for row in planned.rows}
-            samples = collect_samples(results, rows)
+            samples = collect_samples(results, self.rows)
             compared = compare_rows(table, samples, self.comparisons)
             write_samples(out / "samples.json", samples)
             write_comparison_results(out / "comparisons.json", compared)

@@ -103,7 +103,8 @@ class Reproduce(Command):
         row_names = [row.strip() for row in options.rows.split(",")] if options.rows else None
         content = read_rows(folder)
         figures = [one for one in content.get("figures", []) if scale in one.get("scales", [scale])]
-        jobs = run_rows(folder, row_names, scale, seeds, options.tasks, out, workers, options.finished_only)
+        jobs = make_jobs(folder, row_names, scale, seeds, options.tasks, out)
+        jobs = run_rows(jobs, scale_folder(rows_file(folder).parent, scale), out, workers, options.finished_only)
         table_command = _command(paper, scale, seeds, options.rows, options.tasks, options.finished_only)
         results = {name: [job.results() for job in runs] for name, runs in jobs.items()}
         all_results = [one for runs in results.values() for one in runs]
@@ -159,19 +160,15 @@ def find_rows(paper: str) -> tuple[str, Path]:
     return slug(file.resolve().parent.name if file.stem == "rows" else file.stem) or "rows", file
 
 
-def run_rows(
+def make_jobs(
     folder: Path,
     row_names: Sequence[str] | None,
     scale: str,
     seeds: int | Mapping[str, int],
     tasks: int | None,
     out: Path,
-    workers: int | None,
-    only_finished: bool,
 ) -> dict[str, list[Job]]:
-    """Train rows of a paper's table, and return the jobs of each row, by row.
-
-    Finished runs, and runs in the recipe folder with the same fingerprint, are not trained again.
+    """Return the jobs of rows of a paper's table, by row.
 
     Args:
         folder: Recipe folder of the paper, or the file with the rows.
@@ -180,11 +177,6 @@ def run_rows(
         seeds: Number of seeds of all rows, or of each row by its name.
         tasks: Number of tasks to train, starting with the first task. None for all tasks.
         out: Output folder.
-        workers: Number of processes. None for one process per CPU core.
-        only_finished: Whether to return only finished runs, without training.
-
-    Raises:
-        MissingValueError: If ``only_finished`` is True and no run is finished.
     """
     jobs: dict[str, list[Job]] = {}
     for name, row in paper_rows(folder, row_names, scale).items():
@@ -195,7 +187,26 @@ def run_rows(
             Job(f"{name}, seed {seed}", recipe, seed, row_folder / f"seed-{seed}", tasks)
             for seed in range(seeds if isinstance(seeds, int) else seeds[name])
         ]
-    committed_folder = scale_folder(rows_file(folder).parent, scale)
+    return jobs
+
+
+def run_rows(
+    jobs: dict[str, list[Job]], committed_folder: Path, out: Path, workers: int | None, only_finished: bool
+) -> dict[str, list[Job]]:
+    """Train rows of a paper's table, and return the jobs of each row, by row.
+
+    Finished runs, and runs in the recipe folder with the same fingerprint, are not trained again.
+
+    Args:
+        jobs: Jobs of each row.
+        committed_folder: Folder with committed runs.
+        out: Output folder.
+        workers: Number of processes. None for one process per CPU core.
+        only_finished: Whether to return only finished runs, without training.
+
+    Raises:
+        MissingValueError: If ``only_finished`` is True and no run is finished.
+    """
     reuse_committed_runs([job for runs in jobs.values() for job in runs], out, committed_folder)
     if only_finished:
         jobs = {

@@ -190,13 +190,13 @@ def search_settings(
         InvalidStateError: If all trials of a row have failed. The other rows are searched before the error is raised.
         InvalidValueError: If a search file is invalid.
     """
-    found = read_settings(folder)
+    earlier_settings = read_settings(folder)
     searches = [
         RowSearch(case, row, Search.read(folder / file, case=case, row=row), out / slug(case) / slug(row))
         for case, files in rows_by_case.items()
         for row, file in files.items()
     ]
-    todo = [one for one in searches if not one.has_written(found.get(one.case, {}).get(one.row))]
+    todo = [one for one in searches if not one.has_written(earlier_settings.get(one.case, {}).get(one.row))]
     num_skipped = len(searches) - len(todo)
     if num_skipped:
         print(f"Already finished: {num_skipped} of {len(searches)} searches.", file=sys.stderr)

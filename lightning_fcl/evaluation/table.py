@@ -305,6 +305,7 @@ def _cells(name: str, curves: Mapping[int, FloatArray], paper: Sequence[float | 
 
 def write_table(folder: str | Path, table: Table) -> tuple[Path, Path]:
     """Write ``table.json`` and ``table.md``, and return the paths of both files."""
+    as_json = write_table_json(folder, table)
     lines = [[row, *(of[n].text(n) if n in of else "-" for n in table.metrics)] for row, of in table.rows.items()]
     note = (
         "Mean ± standard deviation over the seeds, with the expected value in parentheses. A value without ± has one "
@@ -312,6 +313,11 @@ def write_table(folder: str | Path, table: Table) -> tuple[Path, Path]:
     note += "seed, or is a size that is equal for all seeds."
     note += f" Written by lightning-fcl {__version__}."
     markdown = f"{markdown_table(['', *map(metric_title, table.metrics)], lines)}\n\n{note}\n"
+    return as_json, write_atomic(Path(folder) / "table.md", markdown)
+
+
+def write_table_json(folder: str | Path, table: Table) -> Path:
+    """Write ``table.json``, and return its path."""
     content = {
         "format": _FORMAT,
         **{name: value for name, value in vars(table).items() if name != "rows"},
@@ -320,8 +326,7 @@ def write_table(folder: str | Path, table: Table) -> tuple[Path, Path]:
     }
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    as_json = write_atomic(folder / "table.json", json.dumps(content, indent=1) + "\n")
-    return as_json, write_atomic(folder / "table.md", markdown)
+    return write_atomic(folder / "table.json", json.dumps(content, indent=1) + "\n")
 
 
 def read_table(path: str | Path) -> Table:

@@ -86,24 +86,24 @@ def _to_found(entry: Mapping[str, Any]) -> FoundSettings:
     return FoundSettings(**entry)
 
 
-def write_settings(folder: Path, case: str, row: str, found: FoundSettings) -> Path:
+def write_settings(folder: Path, case: str, row: str, entry: FoundSettings) -> Path:
     """Set the entry of a row in a case in ``settings.yaml``, keep all other entries, and return the file's path."""
     settings = read_settings(folder)
-    settings.setdefault(case, {})[row] = found
-    content = {case: {row: asdict(entry) for row, entry in rows.items()} for case, rows in settings.items()}
+    settings.setdefault(case, {})[row] = entry
+    content = {case: {row: asdict(one) for row, one in rows.items()} for case, rows in settings.items()}
     text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=120)
     return write_atomic(settings_file(folder), _HEAD + text)
 
 
-def values_text(found: FoundSettings) -> str:
+def values_text(entry: FoundSettings) -> str:
     """Return the values of found settings with short names.
 
     Example:
         >>> values_text(FoundSettings({"model.lr": 0.1, "trainer.callbacks.EWC.strength": 0.5}))
         'lr=0.1, strength=0.5'
     """
-    names = short_names(list(found.overrides))
-    return ", ".join(f"{names[name]}={value}" for name, value in found.overrides.items())
+    names = short_names(list(entry.overrides))
+    return ", ".join(f"{names[name]}={value}" for name, value in entry.overrides.items())
 
 
 def settings_table(settings: SettingsByCase, cases: Iterable[str], rows: Iterable[str]) -> str:

@@ -266,20 +266,20 @@ def expand_grids(
         for change, change_settings in grid["with"].items():
             case = change_settings.get("settings")
             for title in grid["rows"]:
-                row, found = rows[title], (settings or {}).get(case, {}).get(title)
+                row, found_settings = rows[title], (settings or {}).get(case, {}).get(title)
                 result[f"{change} {title}"] = replace(
                     row,
                     configs=[*row.configs, *change_settings.get("configs", [])],
                     overrides={
                         **row.overrides,
-                        **({} if found is None else found.overrides),
+                        **({} if found_settings is None else found_settings.overrides),
                         **change_settings.get("overrides", {}),
                     },
                     expected=expected.get(f"{change} {title}", {}),
                     scales=grid.get("scales"),
                     seeds=grid.get("seeds", row.seeds),
                     is_named=True,
-                    lacking=(title, case) if case is not None and found is None else None,
+                    lacking=(title, case) if case is not None and found_settings is None else None,
                 )
     return result
 

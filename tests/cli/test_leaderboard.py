@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import yaml
 
+from lightning_fcl.cli.leaderboard_runs import read_runs
 from lightning_fcl.cli.leaderboard_statistics import StatisticsPlan
 from lightning_fcl.cli.main import main
 from lightning_fcl.cli.search import Search
@@ -105,6 +106,43 @@ def test_leaderboard_writes_tables_and_skips_finished_runs(boards, tmp_path, cap
     )
     leaderboard(out, "--seeds", "2", "--protocols", "P1,P2", "--finished-only")
     assert [*read_table(out / "table.json").rows] == ["P1 two plain", "P1 two with prox", "P2 three plain"]
+
+
+@pytest.mark.seconds
+def test_leaderboard_committed_runs_are_reused_until_their_recipe_changes(boards, tmp_path, capsys, monkeypatch):
+    leaderboard(tmp_path / "first", "--protocols", "P1", "--seeds", "1", "--commit-runs")
+    committed = read_table(boards / "table.json")
+    assert "Committed 2 runs" in capsys.readouterr().out
+    # A command on another machine trains only the missing runs, and adds them.
+    leaderboard(tmp_path / "second", "--protocols", "P1,P2", "--methods", "plain", "--seeds", "1", "--commit-runs")
+    captured = capsys.readouterr()
+    assert "Reused 1 runs" in captured.err and "Committed 3 runs" in captured.out
+    assert [path.name for path in (tmp_path / "second").glob("*/seed-0")] == ["seed-0"]
+    assert [*read_table(tmp_path / "second" / "table.json").rows] == ["P1 two plain", "P2 three plain"]
+    merged = read_table(boards / "table.json")
+    assert {row: merged.rows[row] for row in committed.rows} == committed.rows and len(merged.rows) == 3
+    monkeypatch.setattr("lightning_fcl.cli.jobs.run_job", lambda job: pytest.fail("trained again"))
+    leaderboard(tmp_path / "third", "--seeds", "1", "--protocols", "P1,P2", "--finished-only")
+    assert read_table(tmp_path / "third" / "table.json").rows == merged.rows
+    monkeypatch.undo()
+    monkeypatch.setattr("lightning_fcl.runs.paper_rows.recipes_folder", lambda: boards.parent)
+    # The other row keeps its run if one recipe changes.
+    write_settings(boards, "two", "with prox", FoundSettings({MU: 0.2}))
+    leaderboard(tmp_path / "fourth", "--protocols", "P1", "--seeds", "1", "--commit-runs")
+    assert "Reused 1 runs" in capsys.readouterr().err
+    runs = read_runs(boards)
+    assert runs.keys() == {("P1 two plain", 0), ("P1 two with prox", 0), ("P2 three plain", 0)}
+    assert (
+        read_results(tmp_path / "fourth" / "p1-two-with-prox" / "seed-0")["metrics"]["final_accuracy/server"]
+        == (runs["P1 two with prox", 0]["metrics"]["last_accuracy"])
+    )
+
+
+def test_leaderboard_damaged_runs_raise_one_error(boards, tmp_path, error_of):
+    for text in ('{"format": 1, "runs": [{"seed": 0}]}', '{"format": 1}', "[]", "{"):
+        (boards / "runs.json").write_text(text)
+        message = error_of(["leaderboard", "--out", str(tmp_path), "--protocols", "P1"])
+        assert "runs.json" in message
 
 
 @pytest.mark.seconds
@@ -239,6 +277,8 @@ def test_leaderboard_quadratic_penalties_are_stable_in_all_reachable_settings():
     # SGD on `strength / 2 * (theta - center)^2` diverges if the learning rate times the strength is above 2.
     assert max(math.prod(point.values()) for point in reachable) < 2
     assert len({*map(str, reachable)}) > len(grid)
+
+
 PLAN = {
     "comparisons": [{"protocol": "P1 two", "first": "with prox", "second": "plain", "question": "Does FedProx help?"}],
     "ranking": {"methods": ["plain", "with prox", "copy"], "protocols": ["P1 two", "P2 three"]},
