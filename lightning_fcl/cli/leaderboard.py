@@ -134,9 +134,11 @@ class Leaderboard(Command):
         _print_settings(folder, rows_by_case, methods)
         print(f"Runs: {len(runs)}, in {out}/*/seed-*/report.html\nTable: {out / 'table.json'}\nCharts: {out}/*.png")
         if options.commit_runs:
-            all_seeds = {row: max([0, *(seed for name, seed in stored if name == row)]) + 1 for row, _ in stored}
-            all_jobs = make_jobs(folder, [row for row in all_seeds if row in entries], "paper", all_seeds, None, out)
-            runs = {**find_stored_runs(all_jobs, stored), **runs}
+            # Runs of rows that this command did not select stay in the file if their recipes have not changed.
+            num_seeds = {row: seed + 1 for row, seed in sorted(stored) if row in entries}
+            if num_seeds:
+                stored_jobs = make_jobs(folder, [*num_seeds], "paper", num_seeds, None, out)
+                runs = {**find_stored_runs(stored_jobs, stored), **runs}
             write_runs(folder, runs.values())
             Board(content, plan, "lightning-fcl leaderboard").write(folder, runs.values())
             print(f"Committed {len(runs)} runs to {folder / RUNS}")
