@@ -94,17 +94,13 @@ class Leaderboard(Command):
         protocol_names = match_names(options.protocols, [*protocols], "protocols", beginnings=True)
         available_methods = list(dict.fromkeys(method for name in protocol_names for method in protocols[name]))
         methods = match_names(options.methods, available_methods, "methods")
-        entries, rows_by_case = expand_grids(content), list_cases(content, protocol_names)
+        entries, files_by_case = expand_grids(content), list_cases(content, protocol_names)
         if options.search:
             from lightning_fcl.cli.settings_search import search_settings
 
-            cases = match_names(options.cases, [*rows_by_case], "cases", beginnings=True)
+            cases = match_names(options.cases, [*files_by_case], "cases", beginnings=True)
             files = {
-                case: {
-                    row: file
-                    for row in rows_by_case[case]
-                    if row in methods and (file := entries[row].search) is not None
-                }
+                case: {row: file for row, file in files_by_case[case].items() if row in methods and file is not None}
                 for case in cases
             }
             search_settings(folder, files, out / "searches", options.workers)
@@ -131,7 +127,7 @@ class Leaderboard(Command):
         words += [] if options.seeds is None else ["--seeds", str(options.seeds)]
         board = Board(content, plan, shlex.join(["lightning-fcl", "leaderboard", *words]))
         print(board.write(out, runs.values()))
-        _print_settings(folder, rows_by_case, methods)
+        _print_settings(folder, files_by_case, methods)
         print(f"Runs: {len(runs)}, in {out}/*/seed-*/report.html\nTable: {out / 'table.json'}\nCharts: {out}/*.png")
         if options.commit_runs:
             # Runs of rows that this command did not select stay in the file if their recipes have not changed.

@@ -237,6 +237,8 @@ def expand_grids(
 
     A change may have ``overrides``, ``configs`` and ``settings``. ``settings`` is the name of a case: the settings that
     were found for the row in this case override the settings of the row, and ``overrides`` of the change override both.
+    With ``families``, a row uses the settings of another row, as in ``{FedProx: FedAvg}``. ``search`` is the search
+    file of the case, in place of the search files of the rows.
     The ``scales`` and ``seeds`` of a grid apply to all its rows. ``expected`` contains the paper's numbers by the title
     of the generated row.
 
@@ -266,7 +268,8 @@ def expand_grids(
         for change, change_settings in grid["with"].items():
             case = change_settings.get("settings")
             for title in grid["rows"]:
-                row, found_settings = rows[title], (settings or {}).get(case, {}).get(title)
+                row, searched = rows[title], change_settings.get("families", {}).get(title, title)
+                found_settings = (settings or {}).get(case, {}).get(searched)
                 result[f"{change} {title}"] = replace(
                     row,
                     configs=[*row.configs, *change_settings.get("configs", [])],
@@ -279,7 +282,7 @@ def expand_grids(
                     scales=grid.get("scales"),
                     seeds=grid.get("seeds", row.seeds),
                     is_named=True,
-                    lacking=(title, case) if case is not None and found_settings is None else None,
+                    lacking=(searched, case) if case is not None and found_settings is None else None,
                 )
     return result
 
@@ -305,24 +308,30 @@ def list_protocols(content: Mapping[str, Any], kind: str = "") -> dict[str, dict
     return notes_by_change
 
 
-def list_cases(content: Mapping[str, Any], protocols: Collection[str] | None = None) -> dict[str, list[str]]:
-    """Return the rows whose settings a grid reads from ``settings.yaml``, by case.
+def list_cases(
+    content: Mapping[str, Any], protocols: Collection[str] | None = None
+) -> dict[str, dict[str, str | None]]:
+    """Return the search file of each row whose settings a grid reads from ``settings.yaml``, by case and row.
 
     Args:
         content: Content of the ``rows.yaml``.
         protocols: Names in ``with`` of the grids. None for all names.
 
     Example:
-        >>> grid = {"with": {"P": {"settings": "beta .5"}, "Q": {}}, "rows": ["a", "b"]}
-        >>> list_cases({"rows": {"a": "a.yaml", "b": "b.yaml"}, "grids": [grid]})
-        {'beta .5': ['a', 'b']}
+        >>> rows = {name: {"configs": [], "search": "search.yaml"} for name in "abc"}
+        >>> change = {"settings": "beta .5", "families": {"c": "a"}}
+        >>> list_cases({"rows": rows, "grids": [{"with": {"P": change, "Q": {}}, "rows": ["a", "b", "c"]}]})
+        {'beta .5': {'a': 'search.yaml', 'b': 'search.yaml'}}
     """
-    rows_by_case = dict[str, dict[str, None]]()
+    files_by_case = dict[str, dict[str, str | None]]()
+    entries = expand_grids({"rows": content["rows"]})
     for grid in content.get("grids", []):
         for name, change in grid["with"].items():
             if "settings" in change and (protocols is None or name in protocols):
-                rows_by_case.setdefault(change["settings"], {}).update(dict.fromkeys(grid["rows"]))
-    return {case: [*rows] for case, rows in rows_by_case.items()}
+                rows = [change.get("families", {}).get(row, row) for row in grid["rows"]]
+                files = files_by_case.setdefault(change["settings"], {})
+                files.update({row: change.get("search", entries[row].search) for row in rows})
+    return files_by_case
 
 
 def list_recipes(scale: str = "paper", paper: str = "") -> dict[str, Row]:

@@ -77,6 +77,8 @@ class ChangeContent:
     configs: Sequence[str] = ()
     overrides: Mapping[str, Any] = field(default_factory=dict)
     settings: str | None = None
+    families: Mapping[str, str] = field(default_factory=dict)
+    search: str | None = None
 
 
 @dataclass(frozen=True)
