@@ -35,9 +35,9 @@ class RoundClock:
     @contextmanager
     def testing(self) -> Iterator[None]:
         """Leave the processor time of the block out of the round."""
-        before = time.process_time()
+        start = time.process_time()
         yield
-        self._test_seconds += time.process_time() - before
+        self._test_seconds += time.process_time() - start
 
     def end_round(self, ranks: Ranks) -> dict[str, float]:
         """Return the times of the round in seconds, and start the next round.

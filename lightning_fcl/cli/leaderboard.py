@@ -113,13 +113,17 @@ class Leaderboard(Command):
         runs = find_stored_runs(jobs, stored)
         if runs:
             print(f"Reused {len(runs)} runs from {folder / RUNS}.", file=sys.stderr)
-        remaining_jobs = {row: [job for job in of if (row, job.seed) not in runs] for row, of in jobs.items()}
+        remaining_jobs = {
+            row: [job for job in row_jobs if (row, job.seed) not in runs] for row, row_jobs in jobs.items()
+        }
         if any(remaining_jobs.values()) and not (options.finished_only and runs):
             finished_jobs = run_rows(remaining_jobs, folder, out, options.workers, options.finished_only)
         else:
-            finished_jobs = {row: [job for job in of if is_finished(job)] for row, of in remaining_jobs.items()}
-        for row, of in finished_jobs.items():
-            for job in of:
+            finished_jobs = {
+                row: [job for job in row_jobs if is_finished(job)] for row, row_jobs in remaining_jobs.items()
+            }
+        for row, row_jobs in finished_jobs.items():
+            for job in row_jobs:
                 results = job.results()
                 columns = columns_of(entries[row].model, leaderboard_row(results), results)
                 runs[row, job.seed] = reduce_results(results, columns, job.fingerprint, row in plan.rows)

@@ -85,7 +85,7 @@ def find_stored_runs(
     """
     return {
         (row, job.seed): run
-        for row, of in jobs.items()
-        for job in of
+        for row, row_jobs in jobs.items()
+        for job in row_jobs
         if (run := stored.get((row, job.seed))) is not None and run["fingerprint"] == job.fingerprint
     }

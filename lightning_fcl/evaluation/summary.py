@@ -95,12 +95,12 @@ def summary_metrics(results: Mapping[str, Any]) -> list[SummaryMetric]:
                 if value is not None
             ]
             summaries += available_metrics[:1]
-    own = own_accuracies(Evaluation(record, quantity)) if quantity == ACCURACY else {}
-    own = {client: value for client, value in own.items() if np.isfinite(value)}
-    if len(own) > 1:
-        client = min(own, key=own.__getitem__)
+    own_values = own_accuracies(Evaluation(record, quantity)) if quantity == ACCURACY else {}
+    own_values = {client: value for client, value in own_values.items() if np.isfinite(value)}
+    if len(own_values) > 1:
+        client = min(own_values, key=own_values.__getitem__)
         note = f"{model_name(client)}, with the classes of its own samples"
-        summaries.append(SummaryMetric("worst client", own[client], note))
+        summaries.append(SummaryMetric("worst client", own_values[client], note))
     elif len(ends := final_client_metrics(record)) > 1:
         client, value = ends[0]
         summaries.append(SummaryMetric("worst client", value, f"{model_name(client)}, on all experiences so far"))

@@ -91,7 +91,7 @@ def test_data_checksum_of_clients_does_not_depend_on_their_order(folder):
 
 
 def test_data_checksum_second_run_reads_no_file(folder, monkeypatch):
-    monkeypatch.setattr("lightning_fcl.io.file_digests._SETTLED_NANOSECONDS", -(10**15))
+    monkeypatch.setattr("lightning_fcl.io.file_digests.SETTLED_NANOSECONDS", -(10**15))
     samples = to_samples(images(folder))
     whole = data_checksum(samples)
 

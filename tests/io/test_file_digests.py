@@ -20,7 +20,7 @@ OLD = time.time_ns() - 10**12
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("LIGHTNING_FCL_CACHE", str(tmp_path / "cache"))
     # Files of a test are new. Their inode change time cannot be set.
-    monkeypatch.setattr(module, "_SETTLED_NANOSECONDS", -(10**15))
+    monkeypatch.setattr(module, "SETTLED_NANOSECONDS", -(10**15))
     for name in NAMES:
         path = tmp_path / "data" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -144,7 +144,7 @@ def test_file_digests_raise_for_missing_file(folder):
 def test_file_digests_of_several_processes_are_equal(folder):
     code = (
         "import sys; from pathlib import Path; from lightning_fcl.io import file_digests as m\n"
-        "m._SETTLED_NANOSECONDS = -10**15\n"
+        "m.SETTLED_NANOSECONDS = -10**15\n"
         "names = sys.argv[2:]\n"
         "for turn in range(20): print(sorted(m.file_digests(Path(sys.argv[1]), names[turn % 3:]).items()))\n"
     )

@@ -27,6 +27,7 @@ OF_EXPERIENCE = {
     "LwF": ("old", "teacher.*"),
     "ICaRL": ("old", "teacher.*"),
     "GLFC": ("teacher.*", "told"),
+    "MFCL": ("teacher.*",),
 }
 """Names or patterns of the state tensors that each listed method resets at the start of an experience."""
 

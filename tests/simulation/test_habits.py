@@ -82,7 +82,8 @@ def test_csv_logger_has_metrics_rates_and_hyperparameters(fit, stream, task, tmp
     # 0.001 is PyTorch's default learning rate of SGD.
     assert set(column(tmp_path, "lr-SGD")) == {0.001}
     hparams = yaml.safe_load((tmp_path / "hparams.yaml").read_text())
-    assert hparams["model"] == {"class_path": "lightning_fcl.models.MLP", "init_args": {"sizes": [64, 16, 10]}}
+    arguments = {"sizes": [64, 16, 10], "batch_norm": False}
+    assert hparams["model"] == {"class_path": "lightning_fcl.models.MLP", "init_args": arguments}
     assert hparams["optimizer"]["class_path"].endswith("SGD") and hparams["num_classes"] == 10
     assert column(tmp_path, "server/accuracy")[-1] == pytest.approx(float(trainer.callback_metrics["server/accuracy"]))
 
