@@ -102,7 +102,21 @@ COLUMNS = (
     _column("processor_seconds", PROCESSOR_SECONDS, "total", "processor time"),
     _column("train_samples", TRAIN_SAMPLES, "total", "training samples"),
 )
-"""The columns of the leaderboard."""
+"""The columns of the leaderboard, which ``table.json`` contains."""
+
+_SHOWN = (
+    "last_accuracy",
+    "incremental_accuracy",
+    "forgetting",
+    "own_accuracy_lowest",
+    "own_accuracy_std",
+    "bytes_accuracy",
+    "upload_bytes",
+    "download_bytes",
+    "client_state_bytes",
+    "processor_seconds",
+)
+"""Names of the columns that tables in Markdown show."""
 
 _FORMATS: Mapping[Unit, tuple[str, float, int]] = {
     "": ("", 1.0, 3),
@@ -137,6 +151,8 @@ def leaderboard_row(run: Mapping[str, Any]) -> dict[str, float]:
 def leaderboard_table(table: Table, protocol: str, notes: Notes) -> str:
     """Return the table of a protocol in Markdown, the most accurate method first. Empty if no method was run.
 
+    The table shows the most important columns. ``table.json`` contains all columns.
+
     Args:
         table: Table with the metrics of `leaderboard_row`. The name of a row is ``PROTOCOL METHOD``.
         protocol: Name of the protocol.
@@ -147,7 +163,11 @@ def leaderboard_table(table: Table, protocol: str, notes: Notes) -> str:
     }
     if not cells_by_method:
         return ""
-    columns = [metric for metric in COLUMNS if any(metric.name in cells for cells in cells_by_method.values())]
+    columns = [
+        metric
+        for metric in COLUMNS
+        if metric.name in _SHOWN and any(metric.name in cells for cells in cells_by_method.values())
+    ]
     note_names = list(dict.fromkeys(name for method in cells_by_method for name in notes[method]))
     lines = [
         [
