@@ -29,8 +29,8 @@ _KEY = re.compile("[0-9a-f]{64}")
 def key_file(data: str | DatasetSpec) -> Path | None:
     """Return the path of the file that contains the checksum of a dataset's images. The file may be missing.
 
-    The name of the file depends on the name and the options of the dataset, on the path, the size and the times of each
-    source file, on the code of the functions that load datasets, and on the version of Pillow, which resizes images.
+    The name of the file is a hash of the name and options of the dataset, and of the path, size and times of each
+    source file. It also covers the code that loads datasets, and the version of Pillow, which resizes images.
 
     Returns:
         The path. None if a source file was changed less than 3 s ago, because the file can change again without a new
