@@ -36,9 +36,9 @@ def reduce_results(
         fingerprint: Fingerprint of the run, see `Job.fingerprint`.
         with_samples: Whether the result contains the correctness of the predictions on single test samples.
     """
-    record = {"totals": [sum(results["record"]["totals"])]}
-    if with_samples and "correct_samples" in results["record"]:
-        record["correct_samples"] = results["record"]["correct_samples"]
+    last_round = results["record"]["rounds"][-1]
+    samples = {name: last_round[name] for name in ("correct_samples",) if with_samples and name in last_round}
+    record = {"totals": [sum(results["record"]["totals"])], "rounds": [samples]}
     shared = {name: results[name] for name in ("seed", "expected", "versions", "machine", "seconds")}
     row = {"recipe": {"row": results["recipe"]["row"]}, "metrics": dict(columns), "record": record}
     return {"fingerprint": fingerprint, **shared, **row}

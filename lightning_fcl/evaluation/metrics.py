@@ -286,7 +286,6 @@ METRICS: tuple[Metric, ...] = (
     UPLOAD_BYTES,
     DOWNLOAD_BYTES,
     TRAIN_SAMPLES,
-    PROCESSOR_SECONDS,
     Metric("simulated_seconds", simulated_seconds_scores, "minimize", "simulated duration of the run", "s"),
     Metric(
         "late_uploads", late_upload_scores, "minimize", "number of late uploads in the timing simulation", "uploads"

@@ -15,6 +15,10 @@ entry for each pair of classes that has predictions. The matrix counts the sampl
 fit ends within an experience, the record contains ``confusion`` with the models' last matrices in this experience.
 `lightning_fcl.evaluation.confusion` reads the matrices.
 
+If an experience of the server ends with a round, the round also contains ``correct_samples``: whether the server
+predicts each test sample correctly, in the order of the test set. `lightning_fcl.evaluation.sample_bits` reads this
+text.
+
 If a module is evaluated by quantities other than accuracy, ``measures`` contains the names and directions of these
 quantities. Each round then contains the values of these quantities under ``values`` instead of ``correct``,
 and there are no confusion matrices.

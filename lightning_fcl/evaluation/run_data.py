@@ -138,14 +138,15 @@ class Run:
     def timings(self) -> pd.DataFrame:
         """Time of each round in seconds.
 
-        Columns: ``round``, ``seconds`` (measured on this machine, with the tests of the round), and
-        ``simulated_seconds`` (NaN without a simulated clock).
+        Columns: ``round``, ``seconds`` (wall-clock time with the tests of the round), ``processor_seconds`` (processor
+        time without the tests, NaN in older runs), and ``simulated_seconds`` (NaN without a simulated clock).
         """
+        optional_columns = ["processor_seconds", "simulated_seconds"]
         lines = [
-            (entry["round"], entry["seconds"], entry.get("simulated_seconds", np.nan))
+            (entry["round"], entry["seconds"], *(entry.get(name, np.nan) for name in optional_columns))
             for entry in self.record["rounds"]
         ]
-        return make_frame(lines, ["round", "seconds", "simulated_seconds"])
+        return make_frame(lines, ["round", "seconds", *optional_columns])
 
     @cached_property
     def clients(self) -> pd.DataFrame:

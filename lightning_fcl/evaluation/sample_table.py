@@ -34,7 +34,7 @@ def collect_samples(
     samples: dict[str, dict[int, NDArray[np.bool_]]] = {}
     for result in results:
         record, row = result["record"], result["recipe"]["row"]
-        text = record.get("correct_samples", {}).get("server")
+        text = record["rounds"][-1].get("correct_samples", {}).get("server") if record["rounds"] else None
         if row in rows and text is not None:
             samples.setdefault(row, {})[result["seed"]] = decode_bits(text, sum(record["totals"]))
     return samples

@@ -64,7 +64,7 @@ class Generator(Serializable):
         self.net = make_layers(size, noise_dim, width)
 
     def forward(self, z: Tensor) -> Tensor:
-        """Return samples, shape (batch, *size), generated from noise, shape (batch, noise_dim)."""
+        """Return samples of the shape ``size``, generated from noise, shape (batch, noise_dim)."""
         samples: Tensor = self.net(z)
         return samples
 

@@ -378,7 +378,8 @@ class LastModels(Callback):
 @pytest.mark.seconds
 @pytest.mark.parametrize("max_vectorized_clients", [1, 3])
 def test_when_both_tests_local_models_after_last_training(fit, make_stream, make_task, max_vectorized_clients):
-    stream, both, last = make_stream(rounds_per_experience=4), ContinualMetrics(when="both"), LastModels()
+    stream, last = make_stream(rounds_per_experience=4), LastModels()
+    both = ContinualMetrics(when="both", classes="all")
     options = {
         "reductions": {"model.2.bias": "local"},
         "participation": 2,
@@ -390,7 +391,7 @@ def test_when_both_tests_local_models_after_last_training(fit, make_stream, make
         return fit(task, stream, [Doubles(), *callbacks], **options), task.state_dict()
 
     _, state = run(both, last)
-    plain = ContinualMetrics(when="aggregated")
+    plain = ContinualMetrics(when="aggregated", classes="all")
     _, as_before = run(plain)
     # The evaluation of the clients' models does not change the training.
     torch.testing.assert_close(state, as_before, rtol=0, atol=0)
@@ -551,11 +552,13 @@ def test_train_samples_and_processor_time_of_rounds(fit, make_stream, make_task,
     assert summarize(metrics.record)["train_samples/total"] == total
 
 
-def test_correct_samples_are_those_of_the_last_test(fit, make_stream, make_task):
-    stream, metrics, task = make_stream(), ContinualMetrics(), make_task()
+def test_correct_samples_are_those_of_the_last_test_in_an_experience(fit, make_stream, make_task):
+    stream, metrics, task = make_stream(rounds_per_experience=2), ContinualMetrics(), make_task()
     fit(task, stream, [metrics])
     x, y = stream.get_samples(stream.plan.test)
     with torch.no_grad():
         expected = (task.eval()(x).argmax(1) == y).numpy()
-    found = decode_bits(metrics.record["correct_samples"]["server"], sum(metrics.record["totals"]))
+    texts = [entry.get("correct_samples", {}).get("server") for entry in metrics.record["rounds"]]
+    assert texts[0] is None and texts[2] is None and None not in (texts[1], texts[3])
+    found = decode_bits(texts[3], sum(metrics.record["totals"]))
     assert found.tolist() == expected.tolist() and 0 < found.sum() < len(found)

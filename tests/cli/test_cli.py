@@ -20,7 +20,7 @@ from lightning_fcl.io.checkpoint import newest_checkpoint
 from lightning_fcl.runs.federated_cli import FederatedCLI
 from lightning_fcl.runs.fit import resolve_recipe, run_cli
 from lightning_fcl.runs.loaded_recipe import load_recipe
-from lightning_fcl.runs.paper_rows import RowEntry, expand_grids, paper_rows, recipes_folder
+from lightning_fcl.runs.paper_rows import RowEntry, expand_grids, list_cases, paper_rows, recipes_folder
 from lightning_fcl.runs.recipe import Recipe, Setting
 
 RECIPES = recipes_folder()
@@ -222,9 +222,11 @@ def test_every_search_file_is_valid(search):
     content = yaml.safe_load(search.read_text())
     # If a row uses this search, the files in `configs` of the search are merged into the recipe of the row.
     row = "GEM own head no margin" if "scale" in content else None
-    rows = yaml.safe_load((search.parent / "rows.yaml").read_text())["rows"]
-    for name, entry in expand_grids({"rows": rows}).items():
+    rows = yaml.safe_load((search.parent / "rows.yaml").read_text())
+    for name, entry in expand_grids({"rows": rows["rows"]}).items():
         row = name if entry.search == search.name else row
+    for files in list_cases(rows).values():
+        row = next((name for name, file in files.items() if file == search.name), row)
     for case in content.get("variants", [None]):
         validate_space(Search.read(search, case=case, row=row))
 

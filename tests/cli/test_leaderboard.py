@@ -291,7 +291,10 @@ def make_results(samples, with_bits=True):
         {
             "seed": seed,
             "recipe": {"row": f"{protocol} {method}"},
-            "record": {"totals": [40, 60]} | ({"correct_samples": {"server": encode_bits(bits)}} if with_bits else {}),
+            "record": {
+                "totals": [40, 60],
+                "rounds": [{"correct_samples": {"server": encode_bits(bits)}} if with_bits else {}],
+            },
         }
         for (protocol, method), of in samples.items()
         for seed, bits in enumerate(of)

@@ -156,12 +156,12 @@ def test_comparisons_table_and_file_contain_the_results(tmp_path):
 def test_samples_are_collected_written_and_read(tmp_path):
     bits = [np.array([True, False, True]), np.array([False, False, True])]
     results = [
-        {"seed": 4, "recipe": {"row": "P a"}, "record": {"totals": [2, 1]}},
+        {"seed": 4, "recipe": {"row": "P a"}, "record": {"totals": [2, 1], "rounds": [{}]}},
         *(
             {
                 "seed": seed,
                 "recipe": {"row": row},
-                "record": {"totals": [2, 1], "correct_samples": {"server": encode_bits(one)}},
+                "record": {"totals": [2, 1], "rounds": [{"correct_samples": {"server": encode_bits(one)}}]},
             }
             for row, seed, one in (("P a", 1, bits[0]), ("P a", 0, bits[1]), ("P b", 0, bits[0]))
         ),

@@ -151,7 +151,7 @@ def test_metric_units_scale_with_bytes_and_seconds_of_the_record():
     before = summarize(record)
     for unit, names in {
         "B": ("upload_bytes", "download_bytes"),
-        "s": ("simulated_seconds", "processor_seconds"),
+        "s": ("simulated_seconds",),
     }.items():
         rounds = [{**entry, **{name: times_three(entry[name]) for name in names}} for entry in record["rounds"]]
         kept = times_three(record["client_state_bytes"]) if unit == "B" else record["client_state_bytes"]

@@ -96,6 +96,7 @@ def ranks(fit, tmp_path):
         )
         for entry in metrics.record["rounds"]:
             entry.pop("seconds")
+            entry.pop("processor_seconds")
         trained = [tuple(path.name.split("-")) for path in folder.glob("*-*-*")]
         return digest(task), metrics.record, trained, folder / "last.ckpt"
 
