@@ -20,6 +20,9 @@ TRIED_ELSEWHERE: dict[str, list[str]] = {
         "tests/evaluation/test_comparison_results.py::"
         "test_compare_rows_samples_of_other_runs_raise_and_own_samples_work",
     ],
+    "Delete the file, and run `lightning-fcl leaderboard --commit-runs`.": [
+        "tests/cli/test_leaderboard.py::test_leaderboard_damaged_runs_raise_one_error",
+    ],
     "Write the file with `lightning-fcl leaderboard`.": [
         "tests/evaluation/test_comparison_results.py::test_damaged_comparisons_are_fixed_by_writing_them_again",
         "tests/evaluation/test_comparison_results.py::test_damaged_samples_are_fixed_by_writing_them_again",

@@ -21,7 +21,7 @@ LeaderboardRun: TypeAlias = Mapping[str, Any]
 
 RUNS = "runs.json"
 _FORMAT = 1
-_HINT = "Write the file with `lightning-fcl leaderboard --commit-runs`."
+_HINT = "Delete the file, and run `lightning-fcl leaderboard --commit-runs`."
 _NAMES = {"fingerprint", "recipe", "seed", "metrics", "expected", "versions", "machine", "seconds", "record"}
 
 

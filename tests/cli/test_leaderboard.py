@@ -138,11 +138,15 @@ def test_leaderboard_committed_runs_are_reused_until_their_recipe_changes(boards
     )
 
 
+@pytest.mark.seconds
 def test_leaderboard_damaged_runs_raise_one_error(boards, tmp_path, error_of):
     for text in ('{"format": 1, "runs": [{"seed": 0}]}', '{"format": 1}', "[]", "{"):
         (boards / "runs.json").write_text(text)
         message = error_of(["leaderboard", "--out", str(tmp_path), "--protocols", "P1"])
         assert "runs.json" in message
+    (boards / "runs.json").unlink()
+    leaderboard(tmp_path, "--protocols", "P1", "--methods", "plain", "--seeds", "1", "--commit-runs")
+    assert read_runs(boards).keys() == {("P1 two plain", 0)}
 
 
 @pytest.mark.seconds
