@@ -21,7 +21,11 @@ TRIED_ELSEWHERE: dict[str, list[str]] = {
         "test_compare_rows_samples_of_other_runs_raise_and_own_samples_work",
     ],
     "Delete the file, and run `lightning-fcl leaderboard --commit-runs`.": [
-        "tests/cli/test_leaderboard.py::test_leaderboard_damaged_runs_raise_one_error",
+        "tests/cli/test_leaderboard.py::test_leaderboard_runs_with_other_keys_are_fixed_by_deleting_them",
+        "tests/cli/test_leaderboard.py::test_leaderboard_runs_without_json_are_fixed_by_deleting_them",
+        "tests/cli/test_leaderboard.py::test_leaderboard_runs_of_another_format_are_fixed_by_deleting_them",
+        # A missing file is no error.
+        "tests/cli/test_leaderboard.py::test_leaderboard_committed_runs_are_reused_until_their_recipe_changes",
     ],
     "Write the file with `lightning-fcl leaderboard`.": [
         "tests/evaluation/test_comparison_results.py::test_damaged_comparisons_are_fixed_by_writing_them_again",

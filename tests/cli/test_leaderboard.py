@@ -138,15 +138,30 @@ def test_leaderboard_committed_runs_are_reused_until_their_recipe_changes(boards
     )
 
 
-@pytest.mark.seconds
-def test_leaderboard_damaged_runs_raise_one_error(boards, tmp_path, error_of):
-    for text in ('{"format": 1, "runs": [{"seed": 0}]}', '{"format": 1}', "[]", "{"):
-        (boards / "runs.json").write_text(text)
-        message = error_of(["leaderboard", "--out", str(tmp_path), "--protocols", "P1"])
-        assert "runs.json" in message
+def check_runs_error(boards, tmp_path, error_of, text):
+    """Check the error for a `runs.json`, and that its hint is a fix that works."""
+    (boards / "runs.json").write_text(text)
+    message = error_of(["leaderboard", "--out", str(tmp_path), "--protocols", "P1"])
+    assert "runs.json" in message
+    assert "Delete the file, and run `lightning-fcl leaderboard --commit-runs`." in message
     (boards / "runs.json").unlink()
     leaderboard(tmp_path, "--protocols", "P1", "--methods", "plain", "--seeds", "1", "--commit-runs")
     assert read_runs(boards).keys() == {("P1 two plain", 0)}
+
+
+@pytest.mark.seconds
+def test_leaderboard_runs_with_other_keys_are_fixed_by_deleting_them(boards, tmp_path, error_of):
+    check_runs_error(boards, tmp_path, error_of, '{"format": 1, "runs": [{"seed": 0}]}')
+
+
+@pytest.mark.seconds
+def test_leaderboard_runs_without_json_are_fixed_by_deleting_them(boards, tmp_path, error_of):
+    check_runs_error(boards, tmp_path, error_of, "{")
+
+
+@pytest.mark.seconds
+def test_leaderboard_runs_of_another_format_are_fixed_by_deleting_them(boards, tmp_path, error_of):
+    check_runs_error(boards, tmp_path, error_of, "[]")
 
 
 @pytest.mark.seconds
