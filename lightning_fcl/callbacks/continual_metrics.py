@@ -44,10 +44,7 @@ _ALWAYS = ("upload_bytes", "download_bytes", "dropped", "no_data", "missed_sync"
 
 @dataclass(frozen=True)
 class _ModelTest:
-    """The results of a model, and its confusion matrix if it is recorded.
-
-    For the server, ``hits`` is also recorded: whether each prediction is correct, as text.
-    """
+    """The results of a model, and its confusion matrix and its correct predictions (as text) if they are recorded."""
 
     results: Counts | Values
     confusion: Confusion | None = None
@@ -261,6 +258,7 @@ class ContinualMetrics(Callback):
                 if not adapting:
                     tests = {**tests, "server": self._evaluate(pl_module, "server")}
         tested = {model: test.results for model, test in tests.items()}
+        hits = {model: test.hits for model, test in tests.items() if test.hits is not None}
         happened = vars(federation.server.record if federation is not None else RoundRecord())
         record_names = [*_ALWAYS, *(name for name in ("duplicate_claims", "upload_limits") if happened[name])]
         record_names += (
@@ -275,7 +273,7 @@ class ContinualMetrics(Callback):
                 **({"values": tested} if "measures" in self.record else {"correct": tested}),
                 **({"local": self._gathered(trainer, self._own)} if self.when == "both" else {}),
                 **self._confusion_entry(require_stream(trainer).plan, trainer.current_epoch, tests),
-                **self._samples_entry(require_stream(trainer).plan, trainer.current_epoch, tests),
+                **({"correct_samples": hits} if hits else {}),
                 **{name: copy.copy(happened[name]) for name in record_names},
                 **self._clock.end_round(get_ranks(trainer)),
             }
@@ -294,12 +292,6 @@ class ContinualMetrics(Callback):
         self.record.pop("confusion", None)
         models = [model for model in server_first(self._unfinished) if self._is_last_round(plan, round_idx, model)]
         return {"confusion": {model: self._unfinished.pop(model) for model in models}} if models else {}
-
-    def _samples_entry(self, plan: Plan, round_idx: int, tests: Mapping[str, _ModelTest]) -> dict[str, Any]:
-        """Return the entry of a round with the server's correct predictions, or {} if no server's experience ends."""
-        hits = tests["server"].hits if "server" in tests else None
-        is_last = hits is not None and self._is_last_round(plan, round_idx, "server")
-        return {"correct_samples": {"server": hits}} if is_last else {}
 
     def _is_last_round(self, plan: Plan, round_idx: int, model: str) -> bool:
         """Return whether a round is the last one of a model's experience."""
@@ -383,9 +375,13 @@ class ContinualMetrics(Callback):
         with_confusion = model in self._confusion_models
         if groups is None:
             ranks = get_ranks(module.trainer) if model == "server" else SINGLE_RANK
-            counts = test.count(module, ranks, with_confusion)
+            plan = require_stream(module.trainer).plan
+            with_hits = model == "server" and round_idx is not None and self._is_last_round(plan, round_idx, model)
+            counts = test.count(module, ranks, with_confusion, with_hits)
             self.record["totals"] = test.count_samples(counts.steps)
-            return _ModelTest(counts.correct, counts.confusion, encode_bits(counts.hits) if model == "server" else None)
+            return _ModelTest(
+                counts.correct, counts.confusion, None if counts.hits is None else encode_bits(counts.hits)
+            )
         counts = test.subset(groups).count(module, SINGLE_RANK, with_confusion)
         correct = [count if group in groups else None for group, count in enumerate(counts.correct)]
         return _ModelTest(correct, counts.confusion)

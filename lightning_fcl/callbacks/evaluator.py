@@ -45,14 +45,15 @@ class ModelCounts:
     Args:
         correct: Number of correct predictions of each group.
         steps: Number of predictions for each sample.
-        hits: Whether each prediction is correct, in the order of the samples, shape (samples * steps,).
         confusion: Confusion matrix. None if it was not requested.
+        hits: Whether each prediction is correct, in the order of the samples, shape (samples * steps,). None if it was
+            not requested.
     """
 
     correct: Counts
     steps: int
-    hits: BoolArray
     confusion: Confusion | None = None
+    hits: BoolArray | None = None
 
 
 # A batch: inputs or outputs, the targets, and the group of each sample.
@@ -187,8 +188,14 @@ class Evaluator:
                 else:
                     yield keep_classes(module(inputs), self.classes), label, groups
 
-    def count(self, module: L.LightningModule, ranks: Ranks = SINGLE_RANK, with_confusion: bool = False) -> ModelCounts:
-        """Return the number of correct predictions of each group and, if requested, the confusion matrix.
+    def count(
+        self,
+        module: L.LightningModule,
+        ranks: Ranks = SINGLE_RANK,
+        with_confusion: bool = False,
+        with_hits: bool = False,
+    ) -> ModelCounts:
+        """Return the number of correct predictions of each group and, if requested, the confusion matrix and the hits.
 
         The predictions of all ranks are counted. If the model makes several predictions for a sample, each of them is
         counted.
@@ -205,7 +212,8 @@ class Evaluator:
             prediction = prediction.flatten()
             hit = prediction == label
             counts += torch.bincount(groups[hit], minlength=self.num_groups)
-            hits[ranks.rank + index * ranks.num_ranks] = hit.cpu().numpy()
+            if with_hits:
+                hits[ranks.rank + index * ranks.num_ranks] = hit.cpu().numpy()
             if with_confusion:
                 targets.append(label)
                 predictions.append(prediction)
@@ -215,10 +223,8 @@ class Evaluator:
         correct: Counts = [sum(column) for column in zip(*(part[0] for part in parts), strict=True)]
         whole = add_confusions([part[2] for part in parts]) if with_confusion else None
         hits_by_batch = {index: hit for part in parts for index, hit in part[3].items()}
-        all_hits = np.concatenate(
-            [np.empty(0, dtype=np.bool_), *(hits_by_batch[index] for index in sorted(hits_by_batch))]
-        )
-        return ModelCounts(correct, max(part[1] for part in parts), all_hits, whole)
+        all_hits = np.concatenate([hits_by_batch[index] for index in sorted(hits_by_batch)]) if with_hits else None
+        return ModelCounts(correct, max(part[1] for part in parts), whole, all_hits)
 
     def describe_metrics(
         self, module: L.LightningModule, lower_is_better: Sequence[str] | None

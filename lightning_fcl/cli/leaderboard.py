@@ -134,14 +134,8 @@ class Leaderboard(Command):
         _print_settings(folder, files_by_case, methods)
         print(f"Runs: {len(runs)}, in {out}/*/seed-*/report.html\nTable: {out / 'table.json'}\nCharts: {out}/*.png")
         if options.commit_runs:
-            # Runs of rows that this command did not select stay in the file if their recipes have not changed.
-            num_seeds = {row: seed + 1 for row, seed in sorted(stored) if row in entries}
-            if num_seeds:
-                stored_jobs = make_jobs(folder, [*num_seeds], "paper", num_seeds, None, out)
-                runs = {**find_stored_runs(stored_jobs, stored), **runs}
-            write_runs(folder, runs.values())
-            Board(content, plan, "lightning-fcl leaderboard").write(folder, runs.values())
-            print(f"Committed {len(runs)} runs to {folder / RUNS}")
+            number = _commit_runs(folder, out, runs, stored, Board(content, plan, "lightning-fcl leaderboard"))
+            print(f"Committed {number} runs to {folder / RUNS}")
 
 
 @dataclass(frozen=True)
@@ -176,6 +170,33 @@ class Board:
             if chart := leaderboard_chart(table, name, notes.get(name, {})):
                 write_png(folder / f"{slug(name)}.png", chart)
         return "\n".join([*parts, *filter(None, [self.plan.write(folder, table, ordered)])])
+
+
+def _commit_runs(
+    folder: Path,
+    out: Path,
+    runs: Mapping[tuple[str, int], LeaderboardRun],
+    stored: Mapping[tuple[str, int], LeaderboardRun],
+    board: Board,
+) -> int:
+    """Write runs and the tables of all runs to the recipe folder, and return the number of all runs.
+
+    Stored runs of rows that were not selected are kept if their recipes have not changed.
+
+    Args:
+        folder: Recipe folder.
+        out: Output folder of the command.
+        runs: New and reused runs, by row and seed.
+        stored: Runs that the recipe folder contains.
+        board: Tables, charts and statistics of the leaderboard.
+    """
+    entries = expand_grids(board.content)
+    num_seeds = {row: seed + 1 for row, seed in sorted(stored) if row in entries}
+    stored_jobs = make_jobs(folder, [*num_seeds], "paper", num_seeds, None, out) if num_seeds else {}
+    all_runs = {**find_stored_runs(stored_jobs, stored), **runs}
+    write_runs(folder, all_runs.values())
+    board.write(folder, all_runs.values())
+    return len(all_runs)
 
 
 def columns_of(model: str, columns: Mapping[str, float], results: Mapping[str, Any]) -> dict[str, float]:

@@ -24,10 +24,13 @@ quantities. Each round then contains the values of these quantities under ``valu
 and there are no confusion matrices.
 """
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
+
+import numpy as np
 
 from lightning_fcl.evaluation.continual import (
     FloatArray,
@@ -175,12 +178,37 @@ class Evaluation:
         return model_histories(self.record, self.quantity)
 
     @cached_property
+    def own_accuracies(self) -> dict[str, float]:
+        """Accuracy of each tested client's model after the last round on the client's own distribution of classes.
+
+        The accuracy on each test group (class or domain) is weighted by the group's share of the client's training
+        samples of all experiences so far. Groups without test samples are left out. NaN for a client without training
+        samples, or whose model was not tested on one of these groups.
+        """
+        samples = self.record.get("client_samples", {})
+        return {
+            history.model: _own_accuracy(history, dict(samples[history.model]), self.record["totals"])
+            for history in self.models
+            if history.model in samples
+        }
+
+    @cached_property
     def local_models(self) -> list[ModelHistory]:
         """Histories of the clients' models before aggregation, from the rounds that recorded tests of these models."""
         name = "values" if "measures" in self.record else "correct"
         rounds = [{**entry, name: entry["local"]} for entry in self.record["rounds"] if "local" in entry]
         tasks = {model: tasks for model, tasks in self.record["tasks"].items() if model != "server"}
         return model_histories({**self.record, "tasks": tasks, "rounds": rounds}, self.quantity)
+
+
+def _own_accuracy(history: ModelHistory, counts: Mapping[int, int], totals: Sequence[int]) -> float:
+    learned = {group for task in history.tasks[: history.experience[-1] + 1] for group in task}
+    groups = sorted(group for group in learned & counts.keys() if totals[group])
+    if not groups:
+        return math.nan
+    weights = np.array([counts[group] for group in groups], dtype=np.float64)
+    accuracies = np.array([history.values([group])[-1] for group in groups])
+    return float((weights * accuracies).sum() / weights.sum())
 
 
 def truncate_record(record: Record, tasks: int) -> dict[str, Any]:

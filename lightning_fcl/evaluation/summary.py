@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from lightning_fcl.errors import InvalidValueError
-from lightning_fcl.evaluation.client_spread import own_accuracies
 from lightning_fcl.evaluation.continual import FloatArray
 from lightning_fcl.evaluation.curves import curves
 from lightning_fcl.evaluation.metric import Unit
@@ -95,7 +94,7 @@ def summary_metrics(results: Mapping[str, Any]) -> list[SummaryMetric]:
                 if value is not None
             ]
             summaries += available_metrics[:1]
-    own_values = own_accuracies(Evaluation(record, quantity)) if quantity == ACCURACY else {}
+    own_values = Evaluation(record, quantity).own_accuracies if quantity == ACCURACY else {}
     own_values = {client: value for client, value in own_values.items() if np.isfinite(value)}
     if len(own_values) > 1:
         client = min(own_values, key=own_values.__getitem__)
