@@ -241,13 +241,16 @@ def run_parallel(
         return "stopping the workers. Each run can be resumed from its newest checkpoint."
 
     def submit(number: int) -> None:
-        for task in itertools.islice(remaining_tasks, number):
-            # Workers inherit the blocked signal, so that only this process handles Ctrl-C.
-            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-            try:
-                futures[pool.submit(function, task)] = task
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        next_tasks = list(itertools.islice(remaining_tasks, number))
+        # Workers inherit the blocked signal, so that only this process handles Ctrl-C.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        try:
+            futures.update({pool.submit(function, task): task for task in next_tasks})
+            # The pool watches only the workers that it had started before its last event. Without this event, it would
+            # not notice that the newest worker was killed until another worker finishes its task.
+            pool.submit(int)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin_worker)
     try:

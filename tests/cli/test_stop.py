@@ -191,7 +191,7 @@ def side_by_side(recipe, start, tmp_path, workers=2):
     """Start a command that trains runs in two worker processes.
 
     Wait until ``workers`` worker processes are in the middle of a round. Return the process of the command, and a list
-    of process descriptors (pidfd), one per worker.
+    of process descriptors (pidfd), one per worker, in the order in which the workers were started.
     """
     os.mkfifo(tmp_path / "pipe")
     files = recipe({"class_path": "for_a_test.Waits", "init_args": {"pipe": str(tmp_path / "pipe")}}, logger=False)
@@ -204,12 +204,12 @@ def side_by_side(recipe, start, tmp_path, workers=2):
         "main.main(['data', 'ls'])\n"
     )
     parent = start(["data", *files], code)
-    watched = []
+    watched = {}
     with open(tmp_path / "pipe", "r+b", buffering=0) as pipe:  # Opening a pipe for reading and writing does not block.
         while len(watched) < workers:  # Each worker writes its process ID as one line.
             assert select.select([pipe], [], [], 240)[0] and parent.poll() is None
-            watched += [os.pidfd_open(int(line)) for line in pipe.read(4096).split()]
-    return parent, watched
+            watched |= {int(line): os.pidfd_open(int(line)) for line in pipe.read(4096).split()}
+    return parent, [watched[process_id] for process_id in sorted(watched)]
 
 
 def all_gone(watched):
@@ -245,11 +245,44 @@ def test_run_jobs_workers_end_with_parent(recipe, start, tmp_path, name):
 @pytest.mark.slow
 def test_run_jobs_killed_worker_is_reported_and_others_end(recipe, start, tmp_path):
     parent, watched = side_by_side(recipe, start, tmp_path)
-    signal.pidfd_send_signal(watched[0], signal.SIGKILL)
-    _, said = parent.communicate(timeout=900)
+    signal.pidfd_send_signal(watched[-1], signal.SIGKILL)
+    _, said = parent.communicate(timeout=300)  # The other worker would wait forever.
     assert all_gone(watched)
     assert parent.returncode == 2
     assert "Expected all workers to finish their runs, but a worker was killed" in said and "Traceback" not in said
+
+
+WORKER_TASK = """
+import os
+import signal
+import time
+
+def die_in_newest_worker(folder):
+    (folder / str(os.getpid())).touch()
+    while len(list(folder.iterdir())) < 4:
+        time.sleep(.02)
+    time.sleep(.2)
+    if os.getpid() == max(int(path.name) for path in folder.iterdir()):
+        os.kill(os.getpid(), signal.SIGKILL)
+    signal.pause()
+"""
+
+
+@pytest.mark.slow
+def test_run_parallel_notices_that_newest_worker_was_killed(start, tmp_path):
+    (tmp_path / "worker_task.py").write_text(WORKER_TASK)
+    code = (
+        "import sys; from pathlib import Path; from worker_task import die_in_newest_worker\n"
+        "from lightning_fcl.cli.jobs import run_parallel\nfrom lightning_fcl.errors import InvalidStateError\n"
+        "for folder in map(Path, sys.argv[1:]):\n"
+        "    try:\n        list(run_parallel(die_in_newest_worker, [folder] * 4, 4))\n"
+        "    except InvalidStateError as error:\n        print(error)\n"
+    )
+    folders = [tmp_path / f"processes-{n}" for n in range(3)]
+    for folder in folders:
+        folder.mkdir()
+    said, errors = start(folders, code).communicate(timeout=300)  # Otherwise, the other workers would wait forever.
+    assert said.count("but a worker was killed") == 3, errors
 
 
 @pytest.mark.slow
