@@ -5,9 +5,12 @@ from .federation.compression import TopK as TopK
 from .federation.fedbuff import FedBuff as FedBuff
 from .federation.swarm import Swarm as Swarm
 from .federation.synchronization import Deadline as Deadline
+from .federation.synchronization import Poisson as Poisson
 from .federation.uploads import Stage as Stage
 from .federation.uploads import UploadTransform as UploadTransform
 from .local_training.gradient_accumulation import count_client_batches as count_client_batches
+from .privacy.differential_privacy import AdaptiveClip as AdaptiveClip
+from .privacy.differential_privacy import DifferentialPrivacy as DifferentialPrivacy
 from .runs.federated_cli import FederatedCLI as FederatedCLI
 from .simulation.federation import client_model as client_model
 from .simulation.strategy import FederatedStrategy as FederatedStrategy

@@ -12,6 +12,7 @@ import fixes_files
 import fixes_hooks
 import fixes_methods
 import fixes_models
+import fixes_privacy
 import fixes_processes
 import fixes_training
 
@@ -25,6 +26,7 @@ TABLES = (
     fixes_hooks,
     fixes_methods,
     fixes_models,
+    fixes_privacy,
     fixes_processes,
     fixes_training,
 )

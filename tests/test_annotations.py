@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import lightning_fcl
-from lightning_fcl import FederatedStrategy, FederatedStream, callbacks, models
+from lightning_fcl import AdaptiveClip, FederatedStrategy, FederatedStream, callbacks, models
 from lightning_fcl.data import partition, scenarios, split
 from lightning_fcl.deployment import deployment_server
 from lightning_fcl.edge import report
@@ -130,6 +130,8 @@ OBJECTS = {
     str: "MLP",
     tuple[str, ...]: ("a",),
     dict[str, int]: {"tcdm": 4},
+    typing.Literal["client"]: "client",
+    float | AdaptiveClip: 1.0,
 }
 
 
@@ -159,7 +161,10 @@ def test_number_arguments_of_public_classes_reject_other_values(name):
             lambda: FederatedStream("digits", batch_size=16.0),
             "a whole number or None, but got 16.0. Use `batch_size=16`.",
         ),
-        (lambda: FederatedStrategy(participation="0.5"), 'a number, but got "0.5". Use `participation=0.5`.'),
+        (
+            lambda: FederatedStrategy(participation="0.5"),
+            'a number or a `Poisson`, but got "0.5". Use `participation=0.5`.',
+        ),
         (lambda: FederatedStrategy(local_epochs="2"), 'a whole number, but got "2". Use `local_epochs=2`.'),
         (lambda: FederatedStream("digits", shuffle="no"), 'True, False or None, but got "no". Use `shuffle=False`.'),
         (

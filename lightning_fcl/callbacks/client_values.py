@@ -23,9 +23,10 @@ def log_round(
 ) -> None:
     """Log the values of a round: values of the server, and values and training losses of the clients.
 
-    All loggers get the mean, minimum, maximum and standard deviation (divided by n) over the clients, for example as
-    ``clients/accuracy_mean``. W&B and MLflow also get a table with one row for each client, and TensorBoard gets a
-    histogram of each quantity. Callbacks such as `EarlyStopping` can also monitor the values of each client.
+    All loggers get the mean, minimum, maximum and standard deviation (divided by n) over the clients, for example
+    as ``clients/accuracy_mean``. With differential privacy, they also get ``privacy/epsilon``. W&B and MLflow also
+    get a table with one row for each client, and TensorBoard gets a histogram of each quantity. Callbacks such as
+    `EarlyStopping` can also monitor the values of each client.
 
     Args:
         trainer: The Trainer.
@@ -39,6 +40,8 @@ def log_round(
     federation = find_federation(trainer)
     if federation is None:
         return
+    if (epsilon := federation.server.record.epsilon) is not None:
+        module.log("privacy/epsilon", epsilon, on_step=False, on_epoch=True, batch_size=1)
     losses = federation.server.record.train_losses
     rows = {
         client: {**tested.get(client, {}), **({"train_loss": losses[client].mean} if client in losses else {})}

@@ -264,6 +264,7 @@ class ContinualMetrics(Callback):
         record_names += (
             [] if happened["simulated_seconds"] is None else ["simulated_seconds", "late_clients", "staleness"]
         )
+        record_names += [] if happened["epsilon"] is None else ["epsilon"]
         if happened["train_samples"]:
             record_names.append("train_samples")
         self.record["rounds"].append(

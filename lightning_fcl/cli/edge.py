@@ -103,6 +103,7 @@ def _get_data_sizes(parts: LoadedRecipe, required: bool) -> tuple[tuple[int, ...
     """
     from lightning_fcl.data.batching import round_half_up
     from lightning_fcl.edge.report import NUM_NODES, SAMPLES
+    from lightning_fcl.federation.synchronization import count_sampled_clients
 
     stream = parts.datamodule
     stream.backbone = None  # A device takes images, not features.
@@ -119,10 +120,8 @@ def _get_data_sizes(parts: LoadedRecipe, required: bool) -> tuple[tuple[int, ...
         return (), SAMPLES, NUM_NODES
     rounds = stream.plan.train
     sizes = [len(indices) for current in rounds for indices in current.values() if len(indices)]
-    participation, clients = parts.strategy.participation, max(len(current) for current in rounds)
-    participation = (
-        round_half_up(participation * len(stream.plan.clients)) if isinstance(participation, float) else participation
-    )
+    participation = count_sampled_clients(parts.strategy.participation, len(stream.plan.clients))
+    clients = max(len(current) for current in rounds)
     sample = stream.get_samples(rounds[0][next(iter(rounds[0]))][:1])[0]
     return tuple(sample.shape[1:]), round_half_up(sum(sizes) / len(sizes)), max(1, min(participation, clients))
 

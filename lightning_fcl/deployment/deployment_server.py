@@ -42,10 +42,11 @@ from lightning_fcl.federation.pipeline import Pipeline
 from lightning_fcl.federation.protocols import RoundEndListener
 from lightning_fcl.federation.record import RoundRecord
 from lightning_fcl.federation.server import FederatedServer
-from lightning_fcl.federation.synchronization import Participation
+from lightning_fcl.federation.synchronization import Participation, Poisson
 from lightning_fcl.io.checkpoint import newest_checkpoint
 from lightning_fcl.methods.base import MethodBase
 from lightning_fcl.methods.compose import get_methods
+from lightning_fcl.privacy.transforms import PrivateTransform
 from lightning_fcl.runs.federated_cli import FederatedCLI, as_list
 from lightning_fcl.runs.fit import run_cli
 from lightning_fcl.runs.recipe import Recipe
@@ -378,7 +379,20 @@ def check_deployable(participation: Participation, pipeline: Pipeline, methods: 
             argument="upload_transforms",
             value=type(transform).__name__,
         )
+    if any(isinstance(one, PrivateTransform) for one in pipeline.transforms):
+        raise InvalidValueError(
+            "Expected no `privacy` in a deployment, because every node could compute the noise from the seed of the "
+            "recipe.",
+            hint="Use `lightning-fcl fit` to simulate the federation.",
+            argument="privacy",
+        )
+    sampling = participation.fraction_or_count
     for name, setting, reason in (
+        (
+            "participation",
+            sampling if isinstance(sampling, Poisson) else None,
+            "because its nodes could compute the sampled clients from the seed of the recipe",
+        ),
         ("swarm", participation.swarm, "because the nodes of a deployment exchange messages only with the server"),
         (
             "synchronization",

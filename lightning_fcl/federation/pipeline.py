@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_fcl.data.client_round import ClientRounds
 from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.accumulators import State
+from lightning_fcl.federation.reductions import Reduction
 from lightning_fcl.federation.uploads import (
     Code,
     Setting,
@@ -94,6 +95,11 @@ class Pipeline:
         ]
 
     @property
+    def server_entries(self) -> dict[str, tuple[Tensor, Reduction]]:
+        """The entries that transforms add to the server's state: initial value and reduction by name."""
+        return {name: entry for one in self.transforms for name, entry in one.server_entries.items()}
+
+    @property
     def keeps_state(self) -> bool:
         """Whether clients keep the state of a transform between rounds."""
         return any(one.keeps_state for one in self.transforms)
@@ -107,8 +113,8 @@ class Pipeline:
                 if not setting.reductions[name].additive:
                     raise InvalidValueError(
                         f"Expected a reduction that depends only on the sum of uploads, such as `mean` or `sum`, for "
-                        f"`{name}` with `{type(summing[0]).__name__}`, but got `{setting.reductions[name]}`.",
-                        hint=f"Use another reduction, or remove `{type(summing[0]).__name__}`.",
+                        f"`{name}` with `{_label(summing[0])}`, but got `{setting.reductions[name]}`.",
+                        hint=f"Use another reduction, or remove `{_label(summing[0])}`.",
                         argument="reductions",
                         value=name,
                     )
@@ -215,6 +221,10 @@ class Pipeline:
         """Restore the state of all transforms from before the round."""
         for transform in self.transforms:
             transform.roll_back_round()
+
+
+def _label(transform: UploadTransform) -> str:
+    return transform.label or type(transform).__name__
 
 
 def changes_sums(transform: UploadTransform) -> bool:

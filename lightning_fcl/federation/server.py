@@ -161,7 +161,8 @@ class FederatedServer:
         """
         self.reductions = get_reductions(module, rules)
         self.state = {name: plain_tensor(value).clone() for name, value in state_tensors(module).items()}
-        for name, (value, reduction) in (extra_tensors or {}).items():
+        extra_tensors = {**(extra_tensors or {}), **self.pipeline.server_entries}
+        for name, (value, reduction) in extra_tensors.items():
             if name in self.state:
                 raise InvalidValueError(
                     "Expected different names in the server state of methods and in the module, but both contain "
@@ -172,7 +173,7 @@ class FederatedServer:
             self.state[name] = self.extra_tensors[name] = plain_tensor(self.extra_tensors.get(name, value)).to(
                 value.device, copy=True
             )
-        self.sent_once.begin_round(extra_tensors or {}, self.state, self.reductions)
+        self.sent_once.begin_round(extra_tensors, self.state, self.reductions)
         self._learnt = [n for n, p in module.named_parameters() if p.requires_grad and self.reductions[n].is_uploaded]
         self._find_frozen(module)
         check_finite(self.state, self._learnt, "before a round. Start with a module that has only finite numbers")
@@ -181,7 +182,14 @@ class FederatedServer:
             self._server_optimizer.load_state_dict(self._restored)
         self.client_store.start_round()
         setting = Setting(
-            self.state, self.reductions, self._learnt, self.seed, round_idx, list(self.client_index), self.senders
+            self.state,
+            self.reductions,
+            self._learnt,
+            self.seed,
+            round_idx,
+            list(self.client_index),
+            self.senders,
+            self._frozen,
         )
         self.pipeline.setup(setting)
         self.record, self.aggregator = RoundRecord(), Aggregator(self.reductions, self.pipeline)
@@ -294,6 +302,10 @@ class FederatedServer:
             finite), weighted sums of entries over the uploads, and the names of the uploaded entries in which the
             server's state has non-finite numbers. The sums can be empty.
         """
+        # The client side of transforms changes their own entries, which training does not return.
+        for name in self.pipeline.server_entries:
+            empty_upload = self.reductions[name].empty_upload(self.state[name])
+            states = {name: empty_upload.expand(len(parts), *empty_upload.shape), **states}
         missing = [name for name, reduction in self.reductions.items() if reduction.is_uploaded and name not in states]
         if missing:
             raise InvalidValueError(

@@ -8,6 +8,7 @@ clock counts nanoseconds as integers, so that sums of times do not depend on the
 
 from __future__ import annotations
 
+import itertools
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -27,9 +28,9 @@ from lightning_fcl.federation.reductions import Reduction
 from lightning_fcl.federation.server import FederatedServer
 from lightning_fcl.federation.swarm import Swarm
 from lightning_fcl.rng import derive_keys
-from lightning_fcl.validation import above, at_least, check_arguments
+from lightning_fcl.validation import above, at_least, between, check_arguments
 
-__all__ = ["Deadline", "Participation", "RoundTiming", "Synchronization", "TimingContext"]
+__all__ = ["Deadline", "Participation", "Poisson", "RoundTiming", "Synchronization", "TimingContext"]
 
 NANO = 10**9
 
@@ -206,15 +207,59 @@ class Deadline(Synchronization):
         return {"class": type(self).__name__, **arguments, "speeds": self.speeds.fingerprint()}
 
 
-def count_sampled_clients(participation: float | int, num_clients: int) -> int:
+class Poisson:
+    """Poisson sampling of clients: each client is drawn for a round independently, with the same probability.
+
+    The number of drawn clients differs between rounds and can be 0. Clients without data are also drawn. A round is
+    never filled up with other clients. The amplification of `DifferentialPrivacy` by sampling requires this sampling.
+
+    Args:
+        prob: Probability that a client is drawn, above 0 and at most 1.
+
+    Raises:
+        ValueError: If ``prob`` is out of range.
+
+    Example:
+        >>> Poisson(0.3).expected_clients(20)
+        6.0
+    """
+
+    @check_arguments
+    def __init__(self, prob: float) -> None:
+        above(0, prob=prob)
+        between(0, 1, prob=prob)
+        self.prob = prob
+
+    def expected_clients(self, num_clients: int) -> float:
+        """Return the expected number of drawn clients among ``num_clients`` clients."""
+        return self.prob * num_clients
+
+    def draw(self, plan: Plan, round_idx: int, seed: int) -> list[str]:
+        """Return the clients that are drawn for a round, in the plan's order."""
+        keys = derive_keys(plan.client_keys, seed, round_idx, "participation")
+        flags = keys / np.float64(2.0**64) < self.prob
+        return list(itertools.compress(plan.clients, flags.tolist()))
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return the arguments, which a checkpoint must match to be resumed."""
+        return {"class": type(self).__name__, "prob": self.prob}
+
+    def __repr__(self) -> str:
+        return f"Poisson({self.prob})"
+
+
+def count_sampled_clients(participation: float | int | Poisson, num_clients: int) -> int:
     """Return the number of clients to sample per round, at least 1.
 
     ``participation`` is a fraction of all clients (float), or a number of clients (int), which is returned unchanged.
+    For `Poisson`, the result is the expected number, rounded.
 
     Example:
         >>> count_sampled_clients(0.25, 10), count_sampled_clients(0.01, 10), count_sampled_clients(4, 10)
         (3, 1, 4)
     """
+    if isinstance(participation, Poisson):
+        participation = participation.prob
     return max(1, round_half_up(participation * num_clients) if isinstance(participation, float) else participation)
 
 
@@ -235,13 +280,15 @@ class Participation:
 
     Args:
         fraction_or_count: Number of clients per round. A float is a fraction of all clients (1.0: all clients), an int
-            is a number. At least one client is sampled. Clients are sampled again in each round.
+            is a number. At least one client is sampled. Clients are sampled again in each round. With `Poisson`, each
+            client is drawn independently.
         seed: Seed of the sampling.
         swarm: The swarm, whose nodes can leave or miss a synchronization. None: a federation with a server.
         synchronization: Rule for the uploads that arrive in time on the simulated clock. None: all uploads count.
 
     Raises:
-        ValueError: If ``fraction_or_count`` is out of range, or both ``swarm`` and ``synchronization`` are given.
+        ValueError: If ``fraction_or_count`` is out of range, if both ``swarm`` and ``synchronization`` are given, or if
+            one of them is given with `Poisson`.
 
     Example:
         >>> participation = Participation(fraction_or_count=2, swarm=Swarm(leaves_at={"client1": 3}))
@@ -252,12 +299,22 @@ class Participation:
 
     def __init__(
         self,
-        fraction_or_count: int | float = 1.0,
+        fraction_or_count: int | float | Poisson = 1.0,
         seed: int = 0,
         swarm: Swarm | None = None,
         synchronization: Synchronization | None = None,
     ) -> None:
-        if not fraction_or_count > 0 or (isinstance(fraction_or_count, float) and fraction_or_count > 1):
+        if isinstance(fraction_or_count, Poisson):
+            for name, setting in (("swarm", swarm), ("synchronization", synchronization)):
+                if setting is not None:
+                    raise InvalidValueError(
+                        f"Expected no `{name}` with `participation=Poisson(...)`, which draws each client "
+                        f"independently, but got a `{type(setting).__name__}`.",
+                        hint=f"Remove `{name}`, or use a number as `participation`.",
+                        argument=name,
+                        value=setting,
+                    )
+        elif not fraction_or_count > 0 or (isinstance(fraction_or_count, float) and fraction_or_count > 1):
             raise InvalidValueError(
                 "Expected `participation` to be a fraction above 0 and at most 1.0, or a number of clients, but got "
                 f"{fraction_or_count}.",
@@ -304,8 +361,16 @@ class Participation:
 
     def describe(self, clients: int) -> str:
         """Return the number of training clients as text, for example "1 of 10 clients per round"."""
+        if isinstance(self.fraction_or_count, Poisson):
+            expected = self.fraction_or_count.expected_clients(clients)
+            return f"{expected:g} of {clients} clients per round on average"
         time = "per round" if self.synchronization is None else self.synchronization.time
         return f"{min(clients, count_sampled_clients(self.fraction_or_count, clients))} of {clients} clients {time}"
+
+    def fingerprint(self) -> Any:
+        """Return the number of clients per round, which a checkpoint must match to be resumed."""
+        sampling = self.fraction_or_count
+        return sampling.fingerprint() if isinstance(sampling, Poisson) else sampling
 
     def check_rounds(self, rounds: int) -> None:
         """Raise ValueError if the swarm's settings contain a round that is not below ``rounds``."""
@@ -358,13 +423,17 @@ class Participation:
         """Return the sampled clients that can train in a round, and the available sampled clients with too little data.
 
         Both lists are in the plan's order. Unavailable clients do not change the sampling of other clients. If no
-        sampled client can train, the first list contains one other client.
+        sampled client can train, the first list contains one other client. With `Poisson`, both lists can be empty.
 
         Raises:
-            ValueError: If no client can train in the round.
+            ValueError: If no client can train in the round, except with `Poisson`.
         """
         clients, absent = plan.clients, self.unavailable(round_idx)
         present = self.candidates(plan, round_idx)
+        if isinstance(self.fraction_or_count, Poisson):
+            sampled_clients = self.fraction_or_count.draw(plan, round_idx, self.seed)
+            training = [client for client in sampled_clients if client in present]
+            return training, [client for client in sampled_clients if client not in present and client not in absent]
         if not present:
             absence_note = (
                 f" and is available (unavailable: {', '.join(sorted(absent))}). Lower `max_epochs`" if absent else ""

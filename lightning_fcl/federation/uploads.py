@@ -86,6 +86,7 @@ class Setting:
         round_idx: Index of the round, from 0.
         clients: All clients of the federation.
         senders: Sections of the methods whose clients send messages in addition to the entries.
+        frozen: Names of frozen parameters. Clients upload them only if training changes them.
     """
 
     state: State
@@ -95,6 +96,7 @@ class Setting:
     round_idx: int
     clients: Sequence[str]
     senders: Sequence[str] = ()
+    frozen: Sequence[str] = ()
 
     @property
     def uploaded(self) -> list[str]:
@@ -297,6 +299,9 @@ class UploadTransform:
         ...         uploads.scale(torch.full((len(uploads),), 0.5))
     """
 
+    label: ClassVar[str] = ""
+    """The argument of the strategy that adds the transform, for messages. Empty: ``upload_transforms``."""
+
     stage: ClassVar[Stage]
     """The position of the transform in a list of transforms."""
 
@@ -311,6 +316,11 @@ class UploadTransform:
 
     keeps_state: ClassVar[bool] = False
     """Whether clients keep a state of the transform between rounds."""
+
+    @property
+    def server_entries(self) -> Mapping[str, tuple[Tensor, Reduction]]:
+        """Entries that the transform adds to the server's state: initial value and reduction by name."""
+        return {}
 
     def setup(self, setting: Setting) -> None:
         """Prepare for a round. Called at the start of a fit, and before each round.
@@ -425,7 +435,7 @@ def difference(values: Tensor, origin: Tensor) -> Tensor:
 
 
 def _squares(update: Tensor) -> Tensor:
-    wide = update.flatten(1).to(torch.complex128 if update.is_complex() else torch.float64)
+    wide = update.reshape(len(update), -1).to(torch.complex128 if update.is_complex() else torch.float64)
     return wide.abs().square().sum(dim=1)
 
 

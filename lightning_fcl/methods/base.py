@@ -86,6 +86,13 @@ class MethodBase:
     A tensor that matches no pattern is averaged.
     """
 
+    private_entries: ClassVar[tuple[str, ...]] = ()
+    """Name patterns of tensors of `init_server_state` that clients may upload with differential privacy.
+
+    Their updates are clipped together with the update of the module, and noise is added to their sums. The method must
+    give useful results with noised tensors. Tensors that clients upload and that match no pattern are rejected.
+    """
+
     citations: ClassVar[tuple[str, ...]] = ()
     """Papers of the method, for `lightning-fcl appendix`: BibTeX entries, or keys of ``evaluation/citations.bib``.
 

@@ -190,6 +190,7 @@ class SCAFFOLD(Method):
         uniform_weights=True, federation_reason="a single client has no drift to correct. Remove `SCAFFOLD`"
     )
     reductions: ClassVar[ReductionRules] = {"c.*": DeltaSum(), "clients": "download_only"}
+    private_entries: ClassVar[tuple[str, ...]] = ("c.*",)
     of_experience: ClassVar[tuple[str, ...]] = ("c.*", "begun.*")
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -38,6 +38,7 @@ from lightning_fcl.runs.run_callbacks import PrintParticipation, SaveConfig, Sto
 from lightning_fcl.runs.run_estimate import PrintEstimate
 from lightning_fcl.runs.secret_values import with_variables
 from lightning_fcl.simulation.checkpoint_io import AtomicCheckpointIO
+from lightning_fcl.simulation.strategy import FederatedStrategy
 from lightning_fcl.validation import did_you_mean
 
 Entry = TypeVar("Entry", bound=Callback | Mapping[str, Any])  # an entry of `callbacks`
@@ -252,6 +253,8 @@ class FederatedCLI(LightningCLI):
         for callback in get_callbacks(trainer):
             if isinstance(callback, SaveConfig | PredictionWriter):
                 callback.folder = self.output_folder
+        if self.config.subcommand == "fit" and isinstance(trainer.strategy, FederatedStrategy):
+            trainer.strategy.keep_ledger(self.output_folder)
         if self.config.subcommand == "fit":
             name = self.config["fit"]["recipe"]["name"] or self.output_folder.name
             prepare_logger_runs(trainer, self.output_folder, name, bool(self.config["fit"]["ckpt_path"]))

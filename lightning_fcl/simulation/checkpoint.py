@@ -57,7 +57,7 @@ def federation_fingerprint(federation: Federation) -> dict[str, Any]:
         "local_epochs": federation.settings.local_epochs,
         "limit_train_batches": repr(federation.limits.batches),  # `repr` distinguishes 1 (a number) from 1.0 (a share)
         "accumulate_grad_batches": batches_per_step if batches_per_step > 1 else module.trainer.accumulate_grad_batches,
-        "participation": federation.participation.fraction_or_count,
+        "participation": federation.participation.fingerprint(),
         "client_weights": server.client_weights,
         "reductions": rules_fingerprint(federation.settings.rules),
         "server_optimizer": server.optimizer_settings,

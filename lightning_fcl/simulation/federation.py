@@ -30,6 +30,7 @@ from lightning_fcl.local_training.module_snapshot import ModuleSnapshot
 from lightning_fcl.methods.base import MethodBase, make_client, methods_overriding
 from lightning_fcl.methods.compose import get_methods
 from lightning_fcl.methods.functional import trainable_parameters
+from lightning_fcl.privacy.differential_privacy import PrivacyAccount
 from lightning_fcl.rng import global_seed
 from lightning_fcl.simulation.counters import ClientCounters
 from lightning_fcl.simulation.epoch_states import EpochStates
@@ -82,6 +83,7 @@ class Federation:
             and if clients train vectorized.
         progress: The current round. None before a fit.
         lightning_module: The module that the Trainer trains. None if this process runs no Trainer.
+        privacy: The privacy account. None without differential privacy.
     """
 
     settings: FederationSettings
@@ -102,6 +104,7 @@ class Federation:
     loose: ModuleSnapshot | None = None
     progress: RoundProgress | None = None
     lightning_module: L.LightningModule | None = None
+    privacy: PrivacyAccount | None = None
 
     @property
     def module(self) -> L.LightningModule:

@@ -15,6 +15,7 @@ from lightning_fcl.data.reading_check import prepare_reading
 from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.local_trainer import HasLocalTrainer
 from lightning_fcl.federation.placement import Placement
+from lightning_fcl.federation.synchronization import Poisson
 from lightning_fcl.local_training.gradient_accumulation import GradientAccumulation
 from lightning_fcl.local_training.single_sample import has_single_samples, why_not_single_sample
 from lightning_fcl.methods.base import methods_overriding
@@ -22,6 +23,7 @@ from lightning_fcl.methods.compose import get_methods
 from lightning_fcl.methods.dry_run import first_indices
 from lightning_fcl.simulation.epoch_states import EpochStates
 from lightning_fcl.simulation.federation import Federation
+from lightning_fcl.simulation.private_rounds import start_privacy
 from lightning_fcl.simulation.setup_checks import check_stream
 from lightning_fcl.simulation.trainer_choice import choose_trainer
 from lightning_fcl.validation import format_names, warn_of_one
@@ -61,6 +63,8 @@ def start_fit(federation: Federation, optimizers: list[Optimizer], step: Callabl
     choose_min_batch_size(federation, optimizers)
     if federation.placement is None or federation.placement.ranks is not ranks:
         federation.placement = Placement(ranks, stream.plan.clients, server.client_store)
+    if federation.privacy is not None:
+        start_privacy(federation, federation.privacy)
 
 
 def choose_min_batch_size(federation: Federation, optimizers: Sequence[Optimizer]) -> None:
@@ -106,7 +110,7 @@ def announce_participation(federation: Federation) -> None:
     clients, participation = len(federation.stream.plan.clients), federation.participation
     description = participation.describe(clients)
     rank_zero_info(f"Federation: {description}")
-    if clients > 1:
+    if clients > 1 and not isinstance(participation.fraction_or_count, Poisson):
         warn_of_one("participation", participation.fraction_or_count, description, "all clients")
 
 

@@ -230,9 +230,13 @@ class Round:
         load_state_tensors(federation.module, server.aggregate())
         if isinstance(federation.module, HasAggregationHook):
             federation.module.on_after_aggregation()
-        if server.record.accepted and federation.methods:
-            share = len(server.record.accepted) / len(federation.stream.plan.clients)
-            self.method_round.take_turns(received_state, share)
+        if federation.privacy is not None:
+            server.record.epsilon = federation.privacy.epsilon()
+        # With privacy, the steps of methods must not depend on the clients that took part.
+        is_private, num_clients = federation.privacy is not None, len(federation.stream.plan.clients)
+        if federation.methods and (server.record.accepted or is_private):
+            num_uploads = federation.privacy.expected_clients if federation.privacy else len(server.record.accepted)
+            self.method_round.take_turns(received_state, num_uploads / num_clients)
         self.method_round.accept(server.record.accepted)
         self.progress.done = True
 

@@ -32,12 +32,15 @@ from lightning_fcl.federation.server import FederatedServer
 from lightning_fcl.federation.server_optimizer import OptimizerFactory, get_settings
 from lightning_fcl.federation.settings import FederationSettings
 from lightning_fcl.federation.swarm import Swarm
-from lightning_fcl.federation.synchronization import Participation, Synchronization
+from lightning_fcl.federation.synchronization import Participation, Poisson, Synchronization
 from lightning_fcl.federation.uploads import UploadTransform
 from lightning_fcl.io.checkpoint import check_weights_only, read_checkpoint
 from lightning_fcl.local_training.gradient_accumulation import GradientAccumulation
 from lightning_fcl.local_training.sequential import SequentialTrainer
 from lightning_fcl.local_training.vectorized import StackedPrecision, flush_denormals
+from lightning_fcl.privacy.differential_privacy import DifferentialPrivacy, PrivacyAccount
+from lightning_fcl.privacy.ledger import LEDGER
+from lightning_fcl.privacy.transforms import AddNoise, ClipUpdates
 from lightning_fcl.simulation.checkpoint import (
     check_checkpoint,
     check_same_settings,
@@ -49,6 +52,7 @@ from lightning_fcl.simulation.federation import Federation, require_started, war
 from lightning_fcl.simulation.fit import start_fit, take_over_steps
 from lightning_fcl.simulation.hooks import FitHooks, common_batches
 from lightning_fcl.simulation.multiprocess import RanksStrategy, StartMethod, check_same_federation
+from lightning_fcl.simulation.private_rounds import check_private_settings
 from lightning_fcl.simulation.round import Round
 from lightning_fcl.simulation.round_progress import RoundProgress
 from lightning_fcl.simulation.round_steps import start_synchronization
@@ -75,12 +79,14 @@ class FederatedStrategy(RanksStrategy):
     Args:
         participation: Share or number of clients that are sampled for each round. A float is a share of all clients,
             and an int is a number of clients. At least one client is sampled. 1.0 is all clients and 1 is one client.
+            `lightning_fcl.Poisson` draws each client independently.
             In asynchronous rounds, ``participation`` is the share or number of clients that train at the same time.
         local_epochs: Passes over a client's data per round.
         client_weights: Weight of a client in means: ``"samples"``, ``"trained_samples"``, ``"uniform"``, or a dict with
             a number for each client. ``"samples"`` is the client's number of samples in the round.
             ``"trained_samples"`` also counts the client's replay samples. ``"uniform"`` is 1. Samples that are left out
-            by `drop_last` or `limit_train_batches` count as well.
+            by `drop_last` or `limit_train_batches` count as well. None: ``"uniform"`` with ``privacy``, otherwise
+            ``"samples"``.
         reductions: Dict from patterns of state names to reductions, such as ``{"head.*": "local"}``, see
             `lightning_fcl.federation.reductions`. These reductions override the module's ``reductions`` attribute.
         server_optimizer: Function that creates a `torch.optim` optimizer. This optimizer updates the server state with
@@ -99,6 +105,7 @@ class FederatedStrategy(RanksStrategy):
             ``mean``.
         upload_transforms: Further transforms of uploads, see `lightning_fcl.federation.uploads.UploadTransform`. All
             transforms run in the order of `lightning_fcl.federation.uploads.Stage`.
+        privacy: Settings of differential privacy, see `lightning_fcl.DifferentialPrivacy`. None: no privacy.
         on_empty_round: Action if all uploads of a round are dropped, for example because of non-finite values.
             ``"stop"`` ends the fit with an error, ``"warn"`` continues with the unchanged server state. The fit also
             continues if clients of the round are late or miss a synchronization.
@@ -135,9 +142,10 @@ class FederatedStrategy(RanksStrategy):
     @check_arguments
     def __init__(
         self,
-        participation: int | float = 1.0,  # jsonargparse uses the first type that matches: 3 is an int, 0.3 a float
+        # jsonargparse uses the first type that matches: 3 is an int, 0.3 is a float.
+        participation: int | float | Poisson = 1.0,
         local_epochs: int = 1,
-        client_weights: ClientWeights = "samples",
+        client_weights: ClientWeights | None = None,
         reductions: dict[str, str | Reduction] | None = None,
         server_optimizer: OptimizerFactory | None = None,
         max_vectorized_clients: int | Literal["auto"] = "auto",
@@ -147,6 +155,7 @@ class FederatedStrategy(RanksStrategy):
         synchronization: Synchronization | None = None,
         compression: Compression | None = None,
         upload_transforms: Sequence[UploadTransform] = (),
+        privacy: DifferentialPrivacy | None = None,
         on_empty_round: Literal["stop", "warn"] = "stop",
         seed: int | None = None,
         start_method: StartMethod = "popen",
@@ -157,6 +166,14 @@ class FederatedStrategy(RanksStrategy):
         super().__init__(accelerator, checkpoint_io, precision_plugin, start_method)
         warn_other_lightning()
         transforms = [*([] if compression is None else [compression]), *upload_transforms]
+        account = None
+        if privacy is not None:
+            check_private_settings(participation, client_weights, swarm, synchronization)
+            account = PrivacyAccount(privacy)
+            private_transforms = [ClipUpdates(account), AddNoise(account)]
+            transforms = sorted([*transforms, *private_transforms], key=lambda transform: transform.stage)
+        if client_weights is None:
+            client_weights = "samples" if privacy is None else "uniform"
         check_settings(local_epochs, max_vectorized_clients, swarm, synchronization, Pipeline(transforms))
         client_participation = Participation(participation, 0, swarm, synchronization)
         store = ClientStore(client_store)
@@ -171,7 +188,7 @@ class FederatedStrategy(RanksStrategy):
         settings = FederationSettings(
             reductions or {}, local_epochs, max_vectorized_clients, keep_optimizer_state, stops, seed
         )
-        self.federation = Federation(settings, server, client_participation)
+        self.federation = Federation(settings, server, client_participation, privacy=account)
         self.num_vectorized_clients = 1
         self.sequential_reason: Obstacle | None = None
         self.is_new_round: Callable[[Federation], Round] = Round
@@ -203,14 +220,19 @@ class FederatedStrategy(RanksStrategy):
         return self.federation.server
 
     @property
-    def participation(self) -> int | float:
-        """Clients per round: a share (float) or a number (int)."""
+    def participation(self) -> int | float | Poisson:
+        """Clients per round: a share (float), a number (int), or `Poisson` sampling."""
         return self.federation.participation.fraction_or_count
 
     @property
     def current_client_round(self) -> ClientRound | None:
         """The client that currently trains. None between rounds and in vectorized training."""
         return self.current_round.client_round if self.current_round is not None else None
+
+    def keep_ledger(self, folder: Path) -> None:
+        """Keep the privacy ledger in a folder, unless the settings of ``privacy`` name its file."""
+        if (account := self.federation.privacy) is not None and account.settings.ledger is None:
+            account.settings.ledger = str(folder / LEDGER)
 
     def client_state_dict(self, client: str, server: State | None = None) -> State:
         """Return the state that a client predicts with, see `Federation.client_state_dict`."""

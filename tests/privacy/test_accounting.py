@@ -1,0 +1,129 @@
+"""Tests of the accountant: known values, the closed form of Gaussian releases, calibration and the ledger."""
+
+import math
+import sys
+from collections import Counter
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from raising import raises
+from scipy.optimize import brentq
+from scipy.stats import norm
+
+from lightning_fcl.errors import DamagedFileError, InvalidStateError, InvalidValueError, MissingPackageError
+from lightning_fcl.privacy.accounting import Release, check_delta, compute_epsilon, find_noise_multiplier, max_releases
+from lightning_fcl.privacy.ledger import Charge, PrivacyLedger
+
+
+@pytest.mark.parametrize(
+    ("noise_multiplier", "sampling_prob", "number", "pld", "rdp"),
+    [
+        (4, 0.01, 10_000, 0.947, 1.0355),
+        (1.1, 256 / 60_000, 14_062, 2.382, 2.597),
+        (0.7, 256 / 60_000, 10_546, 5.639, 6.320),
+        (1.3, 256 / 60_000, 3_515, 0.865, 0.954),
+        (3.7306, 1, 1, 1.000, 1.093),
+        (1.5, 0.04, 2_250, 6.769, 7.329),
+    ],
+)
+def test_epsilon_equals_published_values(noise_multiplier, sampling_prob, number, pld, rdp):
+    releases = [Release(noise_multiplier, sampling_prob)] * number
+    assert compute_epsilon(releases, 1e-5) == pytest.approx(pld, rel=0.01)
+    assert compute_epsilon(releases, 1e-5, "rdp") == pytest.approx(rdp, rel=1e-3)
+
+
+def gaussian_epsilon(noise_multiplier, number, delta):
+    """Return epsilon of Gaussian releases without sampling, by the exact formula (Balle and Wang, 2018, theorem 8)."""
+    mu = math.sqrt(number) / noise_multiplier
+
+    def excess(epsilon):
+        return norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * norm.cdf(-mu / 2 - epsilon / mu) - delta
+
+    return brentq(excess, 0, 100)
+
+
+@pytest.mark.parametrize(("noise_multiplier", "number"), [(1.0, 1), (3.0, 10), (8.0, 50), (1.5, 7)])
+def test_epsilon_of_gaussian_releases_equals_closed_form(noise_multiplier, number):
+    exact = gaussian_epsilon(noise_multiplier, number, 1e-6)
+    found = compute_epsilon([Release(noise_multiplier)] * number, 1e-6)
+    assert exact * (1 - 1e-9) <= found <= exact * 1.01
+    assert compute_epsilon([Release(noise_multiplier)] * number, 1e-6, "rdp") >= exact
+
+
+def test_epsilon_does_not_depend_on_order_and_is_zero_without_releases():
+    first, second = Release(2.0, 0.1), Release(5.0)
+    assert compute_epsilon([first, second, first], 1e-5) == compute_epsilon([second, first, first], 1e-5)
+    assert compute_epsilon([first, second], 1e-5) > compute_epsilon([first], 1e-5)
+    assert compute_epsilon([], 1e-5) == 0.0
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.floats(0.2, 10), st.floats(1e-7, 1e-3), st.integers(1, 60), st.sampled_from([0.05, 0.5, 1.0]), st.just("rdp"))
+@example(1.0, 1e-5, 20, 0.3, "pld")
+@example(6.0, 1e-5, 5, 1.0, "pld")
+def test_calibrated_noise_never_exceeds_budget(epsilon, delta, number, sampling_prob, accountant):
+    multiplier = find_noise_multiplier(epsilon, delta, number, sampling_prob, accountant)
+    assert compute_epsilon([Release(multiplier, sampling_prob)] * number, delta, accountant) <= epsilon
+    assert compute_epsilon([Release(multiplier - 2e-4, sampling_prob)] * number, delta, accountant) > epsilon
+
+
+def test_max_releases_is_the_largest_number_within_budget():
+    release, earlier = Release(6.0, 0.5), Counter({Release(9.0): 3})
+    number = max_releases(2.0, 1e-5, release, 100, earlier)
+    before = [*earlier.elements()]
+    assert 0 < number < 100
+    assert compute_epsilon([*before, *[release] * number], 1e-5) <= 2.0
+    assert compute_epsilon([*before, *[release] * (number + 1)], 1e-5) > 2.0
+    assert max_releases(2.0, 1e-5, release, number - 1, earlier) == number - 1
+    assert max_releases(0.1, 1e-5, release, 100, earlier) == 0
+
+
+def test_delta_must_be_below_one_by_number_of_units():
+    check_delta(0.0099, 100)
+    with raises(InvalidValueError, "delta"):
+        check_delta(0.01, 100)
+
+
+def test_missing_package_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    with raises(MissingPackageError, value="dp_accounting"):
+        find_noise_multiplier(1.0, 1e-5, 1)
+
+
+def test_ledger_charges_repeated_release_once_and_survives_a_restart(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    ledger = PrivacyLedger(path)
+    charges = [Charge(0, "a", 1.5, 0.5), Charge(1, "a", 1.5, 0.5), Charge(0, "b", 2.0, 1.0)]
+    assert [ledger.charge(charge) for charge in [*charges, charges[0]]] == [True, True, True, False]
+    with path.open("ab") as file:  # A power failure during a write leaves a part of a line.
+        file.write(b'{"round": 2, "sett')
+    again = PrivacyLedger(path)
+    assert [*again.charges] == charges
+    assert again.counts() == {Release(1.5, 0.5): 2, Release(2.0): 1} and again.counts("a") == {Release(2.0): 1}
+    assert not again.charge(charges[1]) and again.charge(Charge(2, "a", 1.5, 0.5))
+    assert len(PrivacyLedger(path)) == 4 and path.read_bytes().count(b"\n") == 4
+
+
+def test_only_the_writer_changes_the_file(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    assert PrivacyLedger(path, is_writer=False).charge(Charge(0, "a", 1.5, 1.0)) and not path.exists()
+
+
+@pytest.mark.parametrize(
+    "line", [b"no json", b"{}", b"[]", b'{"round": -1, "settings": "a", "noise_multiplier": 1, "sampling_prob": 1}']
+)
+def test_damaged_ledger_raises(tmp_path, line):
+    path = tmp_path / "ledger.jsonl"
+    PrivacyLedger(path).charge(Charge(0, "a", 1.5, 1.0))
+    path.write_bytes(line + b"\n" + path.read_bytes())
+    with raises(DamagedFileError, value=path):
+        PrivacyLedger(path)
+
+
+def test_ledger_without_releases_of_checkpoint_raises(tmp_path):
+    ledger = PrivacyLedger(tmp_path / "ledger.jsonl")
+    ledger.charge(Charge(0, "a", 1.5, 1.0))
+    ledger.check_contains(1, "a")
+    with raises(InvalidStateError, "ledger"):
+        ledger.check_contains(1, "b")
