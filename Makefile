@@ -94,15 +94,15 @@ smoke-odfcl: SMOKE_NEEDS := lfw orl
 
 recipes: .venv/ready ## the smallest run of each recipe with available data, two at a time
 	rm -rf runs/smoke
-	$(MAKE) --no-print-directory -j2 -Otarget $(SMOKE:%=smoke-%) smoke-quickstart
+	$(MAKE) --no-print-directory -j2 -Otarget $(SMOKE:%=smoke-%) smoke-quickstart smoke-quickstart-private
 
 # Each run uses one process (--workers 1), because two runs are executed at a time.
 $(SMOKE:%=smoke-%): smoke-%:
 	@$(if $(SMOKE_NEEDS),$(BIN)/lightning-fcl data verify $(SMOKE_NEEDS) || { echo "Skipped recipes/$*: missing data."; exit 0; };) \
 	$(BIN)/lightning-fcl reproduce $* --scale smoke --workers 1 --out runs/smoke/$*
 
-smoke-quickstart:
-	$(BIN)/lightning-fcl fit --config recipes/quickstart.yaml --out runs/smoke/quickstart
+smoke-quickstart smoke-quickstart-private: smoke-%:
+	$(BIN)/lightning-fcl fit --config recipes/$*.yaml --out runs/smoke/$*
 
 RUNS ?= $(patsubst %/table.json,%,$(wildcard runs/*-paper/table.json runs/*-medium/table.json runs/*-small/table.json))
 tables: .venv/ready ## copy finished tables of runs/ to recipes/ and update their pages; RUNS=runs/flwf-paper

@@ -103,6 +103,12 @@ class Setting:
         """Names of the entries that clients upload."""
         return [name for name in self.state if self.reductions[name].is_uploaded]
 
+    @property
+    def changing(self) -> list[str]:
+        """Names of the entries that clients upload, without frozen parameters."""
+        frozen = {*self.frozen}
+        return [name for name in self.uploaded if name not in frozen]
+
 
 class Uploads:
     """The uploads of several clients.

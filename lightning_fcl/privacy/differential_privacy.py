@@ -262,6 +262,33 @@ class PrivacyAccount:
             return None
         return compute_epsilon(self.ledger.counts().elements(), self.settings.delta, self.settings.accountant)
 
+    def describe(self, num_rounds: int, num_parameters: int) -> dict[str, str]:
+        """Return a description of the guarantee and the noise, by title. Call this after `start`.
+
+        Args:
+            num_rounds: Number of rounds of the fit.
+            num_parameters: Number of values that a client uploads.
+        """
+        settings, release = self.settings, self.release
+        if release is None:
+            return {"privacy": "none, because `noise_multiplier` is 0"}
+        releases = [*self.ledger.counts(other_than=self._hash).elements(), *[release] * num_rounds]
+        epsilon = compute_epsilon(releases, settings.delta, settings.accountant)
+        observer = (
+            "against everyone who sees the published models. The server is trusted, and has no guarantee"
+            if settings.noise == "server"
+            else "against everyone, also against the server"
+        )
+        clip = settings.clip.start if isinstance(settings.clip, AdaptiveClip) else settings.clip
+        num_noises = 1 if settings.noise == "server" else self.expected_clients
+        ratio = self.expected_clients / (self.update_noise_multiplier * math.sqrt(num_noises * num_parameters))
+        return {
+            "privacy": f"epsilon {epsilon:.3g} with delta {settings.delta:g} per client, {observer}",
+            "noise": f"multiplier {self.noise_multiplier:.4g}, maximum norm {clip:g}, {len(releases)} releases",
+            "signal": f"at most {ratio:.2g} times the norm of the noise, if all updates have the maximum norm and the "
+            "same direction",
+        }
+
     def state_dict(self) -> dict[str, Any]:
         """Return the number of charges of this run and the hash of its settings, for a checkpoint."""
         number = sum(charge.settings == self._hash for charge in self.ledger.charges)

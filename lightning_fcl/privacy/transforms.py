@@ -160,7 +160,7 @@ class AddNoise(PrivateTransform):
                 hint='Remove `compression`, or use `noise="server"`.',
                 argument="compression",
             )
-        for name in self._noised(uploads.values):
+        for name in self.setting.changing:
             update, deviation = uploads.update(name), self.standard_deviation(name)
             noise = torch.stack([self._noise(update[0], name, client) for client in uploads.clients.client_ids])
             uploads.set_update(name, (update + deviation * noise).to(update.dtype))
@@ -169,7 +169,7 @@ class AddNoise(PrivateTransform):
         """Charge the release, add the noise, and set the denominators to the expected number of clients."""
         account = self._account
         account.charge(sums.round)
-        for name in self._noised(sums.values):
+        for name in self.setting.changing:
             value = sums.values[name]
             if account.settings.noise == "server" and (deviation := self.standard_deviation(name)):
                 sums.values[name] = value.double() + deviation * self._noise(value, name)
@@ -190,11 +190,6 @@ class AddNoise(PrivateTransform):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._account.load_state_dict(state)
-
-    def _noised(self, values: Mapping[str, Tensor]) -> list[str]:
-        """Return the names of the entries that get noise: all uploaded entries except frozen parameters."""
-        frozen = {*self.setting.frozen}
-        return [name for name in values if name not in frozen]
 
     def _noise(self, value: Tensor, name: str, client: str = "") -> Tensor:
         """Return standard normal noise in double precision, with the shape and the device of a tensor."""

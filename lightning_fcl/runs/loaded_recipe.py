@@ -172,10 +172,19 @@ def _describe_objects(parts: LoadedRecipe) -> str:
         "model": f"{type(task).__name__} of {numbers:,} parameters" + (f", outputs of shape {shape}" if shape else ""),
         "methods": ", ".join(methods) or "none (fine-tuning)",
         **_describe_communication(enough.forecast, trainer.max_epochs or 0),
+        **_describe_privacy(parts.strategy, enough.num_rounds),
     }
     if small_clients := _small_clients(stream):
         lines["min_size"] = small_clients
     return "\n".join(["The recipe is valid.", *(f"{name:11}{what}" for name, what in lines.items())])
+
+
+def _describe_privacy(strategy: object, num_rounds: int) -> dict[str, str]:
+    """Return lines on differential privacy, by title. Return {} without privacy."""
+    if not isinstance(strategy, FederatedStrategy) or (account := strategy.federation.privacy) is None:
+        return {}
+    setting = strategy.server.pipeline.setting
+    return account.describe(num_rounds, sum(setting.state[name].numel() for name in setting.changing))
 
 
 class _WouldTrainError(Exception):
@@ -193,11 +202,12 @@ class _Enough(Callback):
     def __init__(self, processes: int, saves: bool) -> None:
         self._processes, self._saves = processes, saves
         self.forecast: CommunicationForecast | None = None
+        self.num_rounds = 0
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if isinstance(trainer.strategy, FederatedStrategy):
             check_ranks(trainer.strategy.federation, self._processes)
-        callbacks = get_callbacks(trainer)
+        callbacks, self.num_rounds = get_callbacks(trainer), trainer.max_epochs or 0
         if self._saves:
             check_states(callbacks)
         # A base session would change the model, so that the sizes of uploads are not known before it.

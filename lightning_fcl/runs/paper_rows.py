@@ -1,4 +1,4 @@
-"""Recipes by name: the quickstart, or a row of a paper's table, such as ``flwf/flwf-2t`` or ``fedvit/fedvit@small``."""
+"""Recipes by name: a recipe such as ``quickstart``, or a row of a paper's table, such as ``flwf/flwf-2t`` or ``fedvit/fedvit@small``."""
 
 from __future__ import annotations
 
@@ -337,11 +337,11 @@ def list_cases(
 def list_recipes(scale: str = "paper", paper: str = "") -> dict[str, Row]:
     """Return the recipes of the package at a scale, by name.
 
-    If ``paper`` is set, only the recipes of this paper are returned. The quickstart is added if the scale is ``paper``.
+    If ``paper`` is set, only the recipes of this paper are returned. Recipes that belong to no paper, such as the
+    quickstart, are added if the scale is ``paper``.
     """
-    rows_by_name = (
-        {"quickstart": Row("quickstart", (recipes_folder() / "quickstart.yaml",))} if scale == "paper" else {}
-    )
+    files = sorted(recipes_folder().glob("*.yaml")) if scale == "paper" else []
+    rows_by_name = {path.stem: Row(path.stem, (path,)) for path in files}
     for folder in sorted(path.parent for path in recipes_folder().glob("*/rows.yaml")):
         for row in paper_rows(folder, None, scale).values() if paper in ("", folder.name) else ():
             with suppress(ValueError):  # The paper has no such scale.

@@ -19,6 +19,7 @@ from lightning_fcl.runs.recipe import Recipe
 RECIPES = list_recipes()
 OF_EACH_PAPER = [
     "quickstart",
+    "quickstart-private",
     "analytic/stsa-e",
     "fedclip/wesad-75-fedclip-replay",
     "fedclip-hhar/25-fedip-sigma-0-1-over-5-rounds",
