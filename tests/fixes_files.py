@@ -140,7 +140,8 @@ def read_record(lab, change):
 def read_search(lab, **changes):
     objective = {"objective": "x", "direction": "maximize"}
     content = {"configs": ["quickstart.yaml"], **objective, "trials": 2, "space": {LR: [0.1, 0.2]}, **changes}
-    shutil.copy(recipes_folder() / "quickstart.yaml", lab.folder / "quickstart.yaml")
+    for name, file in (("quickstart", "quickstart.yaml"), ("quickstart-private", "private.yaml")):
+        shutil.copy(recipes_folder() / f"{name}.yaml", lab.folder / file)
     path = written(lab, "search.yaml", {name: value for name, value in content.items() if value is not None})
     search = Search.read(path, **({"case": "a"} if "variants" in content else {}))
     return list(search.grid()) if search.sampler == "grid" else search
@@ -359,6 +360,20 @@ ROWS |= {
         {"variants": {"a": {LR: 0.3}}},
         {"variants": {"a": {"data.batch_size": 8}}},
         f"Remove {LR} from one of them.",
+    ),
+    "search of the maximum norm of a private recipe": Row(
+        read_search,
+        {"space": {"trainer.strategy.init_args.privacy.init_args.clip": [0.1, 1.0]}},
+        {"space": {LR: [0.1, 0.2]}},
+        "Search with public data and without `privacy`",
+        argument="privacy",
+    ),
+    "search with a private recipe": Row(
+        read_search,
+        {"configs": ["private.yaml"]},
+        {"configs": ["quickstart.yaml"]},
+        "without `privacy`, and use the best settings for the private fit.",
+        argument="privacy",
     ),
     "objective of an unknown direction": Row(
         read_search,

@@ -1,7 +1,9 @@
 """Table of hints in the error messages of differential privacy."""
 
 import json
+from dataclasses import asdict
 
+import numpy as np
 import torch
 from fixes import Row, fit_one_round, sgd
 from lightning.pytorch.callbacks import EarlyStopping
@@ -15,11 +17,15 @@ from lightning_fcl import (
     Deadline,
     DifferentialPrivacy,
     FederatedStrategy,
+    FederatedStream,
     Poisson,
+    RidgeClassifier,
     Swarm,
     TopK,
 )
-from lightning_fcl.callbacks import FedCBDR, FedNova, FedProx
+from lightning_fcl.callbacks import FedCBDR, FedNova, FedProx, Replay
+from lightning_fcl.data.partition import IID
+from lightning_fcl.data.scenarios import ClassIncremental, Stationary
 from lightning_fcl.deployment.deployment_server import check_deployable
 from lightning_fcl.errors import DamagedFileError, InvalidStateError, MissingValueError
 from lightning_fcl.federation.pipeline import Pipeline
@@ -29,6 +35,7 @@ from lightning_fcl.privacy.accounting import compute_epsilon
 from lightning_fcl.privacy.differential_privacy import PrivacyAccount
 from lightning_fcl.privacy.ledger import Charge, PrivacyLedger
 from lightning_fcl.privacy.transforms import ClipUpdates
+from lightning_fcl.simulation.private_rounds import count_uses
 
 SECONDS: set[str] = set()
 
@@ -98,10 +105,29 @@ def read_ledger(lab, line):
     return PrivacyLedger(path)
 
 
+def ridge():
+    return RidgeClassifier(MLP([6, 5, 4]), 4, unit_norm=True)
+
+
+def fit_with_ledger_of_unit(lab, unit):
+    ledger = write_ledger(lab, 1)
+    clip = 1.0 if unit == "client" else None
+    return fit_private(lab, ridge(), private(unit=unit, clip=clip, delta=1e-3, ledger=str(ledger.path)))
+
+
+def count_shared(unit):
+    """Count the uses of samples of a plan in which two clients have the same sample, at sample level."""
+    stream = FederatedStream("digits", scenario=Stationary(1), partition=IID(2))
+    stream.setup("fit")
+    rows = stream.plan.train[0]
+    rows["1"] = np.append(rows["1"], rows["0"][0])
+    return count_uses(stream.plan) if unit == "sample" else 1
+
+
 def write_ledger(lab, number):
     ledger = PrivacyLedger(lab.folder / "ledger.jsonl")
     for round_idx in range(number):
-        ledger.charge(Charge(round_idx, "other", 1.0, 1.0))
+        ledger.charge(Charge(round_idx, "other", 1.0, 1.0, "client", 10))
     return ledger
 
 
@@ -112,8 +138,8 @@ def fit_with_spent_budget(lab, epsilon=1.0, noise_multiplier=1.0):
     return fit_private(lab, privacy=settings)
 
 
-CHARGE = b'{"round": 0, "settings": "a", "noise_multiplier": 1.0, "sampling_prob": 1.0}\n'
-assert json.loads(CHARGE)
+SAMPLE = private(unit="sample", clip=None, delta=1e-3)
+CHARGE = json.dumps(asdict(Charge(0, "a", 1.0, 1.0, "client", 10))).encode() + b"\n"
 
 ROWS: dict[str, Row] = {
     "Poisson sampling in a swarm": Row(
@@ -171,6 +197,73 @@ ROWS: dict[str, Row] = {
         {"noise_multiplier": 0.0},
         "Only with `noise_multiplier=0`, updates need no maximum norm.",
         argument="clip",
+    ),
+    "client level without a maximum norm": Row(
+        lambda lab, clip: private(clip=clip),
+        {"clip": None},
+        {"clip": 1.0},
+        "Set a maximum norm, such as `clip=1.0`.",
+        MissingValueError,
+        argument="clip",
+    ),
+    "sample level with a maximum norm": Row(
+        lambda lab, **words: private(unit="sample", **words),
+        {"clip": 1.0},
+        {"clip": None},
+        'Remove `clip`, or use `unit="client"`.',
+        argument="clip",
+    ),
+    "client level with a maximum norm": Row(
+        lambda lab, unit: private(unit=unit),
+        {"unit": "sample"},
+        {"unit": "client"},
+        'Remove `clip`, or use `unit="client"`.',
+        argument="clip",
+    ),
+    "sample level of a network": Row(
+        lambda lab, unit: fit_private(lab, privacy=private(unit=unit, clip=1.0 if unit == "client" else None)),
+        {"unit": "sample"},
+        {"unit": "client"},
+        'Use `unit="client"`, or a `RidgeClassifier` with `unit_norm=True`.',
+        argument="unit",
+    ),
+    "sample level of a ridge regression": Row(
+        lambda lab, make: fit_private(lab, make(), privacy=SAMPLE),
+        {"make": group_norm},
+        {"make": ridge},
+        "or a `RidgeClassifier` with `unit_norm=True`.",
+        argument="unit",
+    ),
+    "methods at sample level": Row(
+        lambda lab, **words: fit_private(lab, ridge(), privacy=SAMPLE, **words),
+        {"callbacks": [Replay(5)]},
+        {"callbacks": []},
+        'Remove the methods, or use `unit="client"`.',
+        argument="callbacks",
+    ),
+    "ledger of another unit": Row(
+        fit_with_ledger_of_unit,
+        {"unit": "sample"},
+        {"unit": "client"},
+        "Use the unit of the ledger, or use another file as `ledger` if the data is other data.",
+        InvalidStateError,
+        argument="unit",
+    ),
+    "history at sample level": Row(
+        lambda lab, **words: fit_private(
+            lab, ridge(), privacy=SAMPLE, stream=lab.stream(scenario=ClassIncremental(2, 1, **words), num_clients=2)
+        ),
+        {"history": "seen"},
+        {"history": "round"},
+        "Leave `history` out of the scenario's arguments.",
+        argument="history",
+    ),
+    "shared samples at sample level": Row(
+        lambda lab, unit: count_shared(unit),
+        {"unit": "sample"},
+        {"unit": "client"},
+        'Use a partition that divides the samples, or use `unit="client"`.',
+        argument="unit",
     ),
     "noise of indicators": Row(
         lambda lab, **words: PrivacyAccount(private(clip=AdaptiveClip(**words))).start(4, 1.0, 1),

@@ -28,6 +28,9 @@ from lightning_fcl.runs.paper_rows import paper_rows
 from lightning_fcl.runs.recipe import Recipe
 from lightning_fcl.validation import at_least, one_of
 
+_PRIVACY = "trainer.strategy.init_args.privacy"
+"""Start of the names of the settings of differential privacy."""
+
 
 @dataclass(frozen=True)
 class Search:
@@ -96,6 +99,21 @@ class Search:
             )
         _ = self.distributions  # Raises an error for an invalid line of `space`.
         make_pruner(self.pruner, self.pruner_args)  # Raises an error for an invalid argument.
+        self._check_privacy()
+
+    def _check_privacy(self) -> None:
+        """Raise InvalidValueError if the recipe has differential privacy."""
+        trainer = self.recipe.content().get("trainer") or {}
+        strategy = trainer.get("strategy") if isinstance(trainer, dict) else None
+        arguments = strategy.get("init_args") if isinstance(strategy, dict) else None
+        is_private = isinstance(arguments, dict) and arguments.get("privacy") is not None
+        if is_private or any(name.startswith(_PRIVACY) for name in (*self.space, *self.case_overrides)):
+            raise InvalidValueError(
+                "Expected a search without `privacy`, because the choice among the trials uses the data of clients "
+                "without noise, and the budget does not count it.",
+                hint="Search with public data and without `privacy`, and use the best settings for the private fit.",
+                argument="privacy",
+            )
 
     def _metric_direction(self) -> str:
         metric = find_metric(self.objective)

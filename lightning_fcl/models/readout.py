@@ -126,6 +126,7 @@ class FeatureReadout(_Readout):
         num_outputs: Size of the output.
         random_features: Module that maps the network's features to random features. None to use them directly.
         bias: Whether to append a constant feature 1.
+        unit_norm: Whether to divide the features of each sample, with the constant feature, by their norm.
 
     Raises:
         ValueError: If the number of outputs is below 1.
@@ -142,22 +143,36 @@ class FeatureReadout(_Readout):
         num_outputs: int,
         random_features: RandomFeatures | None = None,
         bias: bool = False,
+        unit_norm: bool = False,
     ) -> None:
         features = network.features if random_features is None else random_features.weight.shape[1]
         super().__init__(features + bias, num_outputs)
         self.network = network
         self.random_features = random_features
         self.bias = bias
+        self.unit_norm = unit_norm
 
     def embed(self, x: Tensor) -> Tensor:
         """Return the input of the linear map, shape (batch, features)."""
-        return readout_features(self.network.embed(x), self.random_features, self.bias)
+        return readout_features(self.network.embed(x), self.random_features, self.bias, self.unit_norm)
 
 
-def readout_features(features: Tensor, random_features: RandomFeatures | None, bias: bool) -> Tensor:
-    """Return the features, or their random features. With ``bias``, append a column of ones."""
+def readout_features(
+    features: Tensor, random_features: RandomFeatures | None, bias: bool, unit_norm: bool = False
+) -> Tensor:
+    """Return the features, or their random features.
+
+    With ``bias``, append a column of ones. With ``unit_norm``, divide each row by its norm. The norm of the result is
+    never above 1.
+    """
     features = features if random_features is None else random_features(features)
-    return F.pad(features, (0, 1), value=1.0) if bias else features
+    features = F.pad(features, (0, 1), value=1.0) if bias else features
+    if not unit_norm:
+        return features
+    wide = features.double()
+    # The margin is larger than the rounding errors.
+    unit: Tensor = wide * ((1 - 1e-12) / wide.norm(dim=-1, keepdim=True).clamp(min=1e-300))
+    return unit
 
 
 def pool_states(reservoir: EchoStateNetwork, x: Tensor, readout: Features) -> Iterator[Tensor]:

@@ -185,6 +185,20 @@ class RidgeReadout(DoublePrecision):
         else:
             self.weight.copy_(self.solve_path([self.beta])[0])
 
+    def solve_noised(self, beta: float) -> None:
+        """Compute the weights from statistics with symmetric noise, ``W = A (B + beta I)^-1``.
+
+        The noise can make eigenvalues of B negative. Eigenvalues of ``B + beta I`` below ``beta / 4`` are replaced by
+        ``beta / 4``.
+
+        Args:
+            beta: Regularizer, above 0.
+        """
+        _check_finite(self.A, self.B)
+        values, vectors = torch.linalg.eigh(unpack_upper(self.B, self.in_features))
+        inverse = 1 / (values + beta).clamp(min=beta / 4)
+        self.weight.copy_(((self.A @ vectors) * inverse) @ vectors.t())
+
     def solve_path(self, betas: Sequence[float]) -> Tensor:
         """Return the weights for several regularizers, shape (betas, outputs, features), from one decomposition."""
         _check_finite(self.A, self.B)

@@ -157,14 +157,14 @@ def max_releases(
     return low
 
 
-def check_delta(delta: float, num_units: int) -> None:
-    """Raise InvalidValueError if ``delta`` is not below 1 divided by the number of units.
+def check_delta(delta: float, num_units: int, units: str = "clients") -> None:
+    """Raise InvalidValueError if ``delta`` is not below 1 divided by the number of units, such as clients.
 
     With a larger delta, publishing the data of one random unit would satisfy the guarantee.
     """
     if not delta < 1 / num_units:
         raise InvalidValueError(
-            f"Expected `delta` to be below 1 / {num_units} (one divided by the number of clients), but got {delta:g}.",
+            f"Expected `delta` to be below 1 / {num_units} (one divided by the number of {units}), but got {delta:g}.",
             hint=f"Use for example `delta={_round_down(0.1 / num_units):g}`.",
             argument="delta",
             value=delta,

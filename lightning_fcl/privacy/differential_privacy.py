@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from lightning_fcl.errors import InvalidValueError, MissingValueError
+from lightning_fcl.errors import InvalidStateError, InvalidValueError, MissingValueError
 from lightning_fcl.privacy.accounting import (
     Accountant,
     Release,
@@ -19,6 +19,9 @@ from lightning_fcl.privacy.accounting import (
 )
 from lightning_fcl.privacy.ledger import Charge, PrivacyLedger
 from lightning_fcl.validation import above, at_least, between, validate_fields, validated
+
+MAX_SAMPLE_NORM = math.sqrt(17)
+"""Maximum norm of a sample's contribution to the sums of a ridge regression: ``||h h^T||^2 + ||4 y h^T||^2 <= 17``."""
 
 
 @dataclass
@@ -69,19 +72,26 @@ class AdaptiveClip:
 
 @dataclass
 class DifferentialPrivacy:
-    """Client-level differential privacy of a federation: one budget for the whole stream (McMahan et al., 2018).
+    """Differential privacy of a federation: one budget for the whole stream (McMahan et al., 2018).
 
-    Two neighboring datasets differ in the whole data of one client, in all experiences (add or remove). The number of
-    clients, the names of classes, and the plan of rounds and experiences are fixed and public.
+    With ``unit="client"``, two neighboring datasets differ in the whole data of one client, in all experiences (add or
+    remove). With ``unit="sample"``, they differ in one training sample of one client. The number of clients, the split,
+    the names of classes, and the plan of rounds and experiences are fixed and public.
 
-    Each client scales its update so that the joint L2 norm of everything that it uploads is at most ``clip``. Gaussian
-    noise is added to the sum of the updates. The sum is divided by a fixed number: the expected number of clients per
-    round. A client without data contributes zeros.
+    With ``unit="client"``, each client scales its update so that the joint L2 norm of everything that it uploads is at
+    most ``clip``. Gaussian noise is added to the sum of the updates. Means are divided by a fixed number: the expected
+    number of clients per round. A client without data contributes zeros.
+
+    A `RidgeClassifier` with ``unit_norm=True`` supports both units. Its clients upload the sums A and B, with noise on
+    A, and symmetric noise on B. A is multiplied by 4 when the norm is computed, and off-diagonal elements of B count
+    twice. With ``unit="sample"``, the norm of a sample's contribution is at most ``sqrt(17)``, and nothing is clipped.
+    The server computes ``W = A (B + beta I)^-1`` with a beta that depends only on the noise. Other modules support only
+    ``unit="client"``.
 
     Args:
-        unit: The unit whose data is protected: ``"client"``.
-        delta: Delta, above 0 and below 1 divided by the number of clients.
-        clip: Maximum joint norm of a client's update, above 0, or an `AdaptiveClip`.
+        unit: The unit whose data is protected: ``"client"`` or ``"sample"``.
+        delta: Delta, above 0 and below 1 divided by the number of units.
+        clip: Maximum joint norm of a client's update, above 0, or an `AdaptiveClip`. None for ``unit="sample"``.
         epsilon: Budget of the whole stream, above 0. Without ``noise_multiplier``, the noise is the smallest noise with
             which all rounds of the stream fit in the budget. With ``noise_multiplier``, the fit ends before a round
             that would exceed the budget. None: no budget.
@@ -103,9 +113,9 @@ class DifferentialPrivacy:
 
     citations: ClassVar[tuple[str, ...]] = ("mcmahan2018private",)
 
-    unit: Literal["client"]
+    unit: Literal["client", "sample"]
     delta: float
-    clip: float | AdaptiveClip
+    clip: float | AdaptiveClip | None = None
     epsilon: float | None = validated(None, above, 0)
     noise_multiplier: float | None = validated(None, at_least, 0)
     noise: Literal["server", "client"] = "server"
@@ -115,7 +125,21 @@ class DifferentialPrivacy:
     def __post_init__(self) -> None:
         validate_fields(self)
         above(0, delta=self.delta)
-        if not isinstance(self.clip, AdaptiveClip):
+        if self.unit == "client" and self.clip is None:
+            raise MissingValueError(
+                'Expected `clip` with `unit="client"`, but got None.',
+                hint="Set a maximum norm, such as `clip=1.0`.",
+                argument="clip",
+            )
+        if self.unit == "sample" and self.clip is not None:
+            raise InvalidValueError(
+                'Expected no `clip` with `unit="sample"`, because the norm of a sample\'s contribution is known, but '
+                f"got {self.clip}.",
+                hint='Remove `clip`, or use `unit="client"`.',
+                argument="clip",
+                value=self.clip,
+            )
+        if isinstance(self.clip, float | int):
             above(0, clip=self.clip)
         if self.epsilon is None and self.noise_multiplier is None:
             raise MissingValueError(
@@ -147,12 +171,13 @@ class PrivacyAccount:
         num_clients: Number of clients of the federation. 0 before `start`.
         sampling_prob: Probability that a client is drawn for a round.
         noise_multiplier: Noise multiplier of each round's release.
+        max_uses: Maximum number of rounds that can use data of the same unit.
         ledger: The ledger.
     """
 
     def __init__(self, settings: DifferentialPrivacy) -> None:
         self.settings = settings
-        self.num_clients, self.sampling_prob, self.noise_multiplier = 0, 1.0, 0.0
+        self.num_clients, self.sampling_prob, self.noise_multiplier, self.max_uses = 0, 1.0, 0.0, 0
         self.ledger = PrivacyLedger()
         # Hash of the settings that define the bits of all releases.
         self._hash = ""
@@ -192,27 +217,46 @@ class PrivacyAccount:
             return self.noise_multiplier
         return 1 / math.sqrt(self.noise_multiplier**-2 - (2 * indicator_noise) ** -2)
 
-    def start(self, num_clients: int, sampling_prob: float, num_rounds: int) -> None:
+    @property
+    def summed_deviation(self) -> float:
+        """Standard deviation of the noise in a sum over all releases so far, for elements with the factor 1."""
+        num_noises = 1.0 if self.settings.noise == "server" else self.expected_clients
+        number = sum(charge.settings == self._hash for charge in self.ledger.charges)
+        return self.update_noise_multiplier * self.fixed_norm * math.sqrt(number * num_noises)
+
+    @property
+    def fixed_norm(self) -> float:
+        """The maximum norm of a unit's contribution without `AdaptiveClip`, or the first maximum norm with it."""
+        clip = self.settings.clip
+        if clip is None:
+            return MAX_SAMPLE_NORM
+        return clip.start if isinstance(clip, AdaptiveClip) else clip
+
+    def start(
+        self, num_clients: int, sampling_prob: float, num_rounds: int, num_units: int | None = None, max_uses: int = 0
+    ) -> None:
         """Calibrate the noise for a stream.
 
         Args:
             num_clients: Number of clients of the federation.
             sampling_prob: Probability that a client is drawn for a round. 1: all clients.
             num_rounds: Number of rounds of the stream.
+            num_units: Number of units. None: the number of clients.
+            max_uses: Maximum number of rounds that can use data of the same unit. 0: all rounds.
 
         Raises:
             InvalidValueError: If ``delta`` is too large, or the noise of the indicators is too small.
         """
         settings = self.settings
-        check_delta(settings.delta, num_clients)
-        self.num_clients, self.sampling_prob = num_clients, sampling_prob
+        check_delta(settings.delta, num_clients if num_units is None else num_units, f"{settings.unit}s")
+        self.num_clients, self.sampling_prob, self.max_uses = num_clients, sampling_prob, max_uses or num_rounds
         if settings.noise_multiplier is not None:
             self.noise_multiplier = settings.noise_multiplier
         else:
             assert settings.epsilon is not None  # `DifferentialPrivacy` checks this
             amplified = sampling_prob if settings.noise == "server" else 1.0
             self.noise_multiplier = find_noise_multiplier(
-                settings.epsilon, settings.delta, num_rounds, amplified, settings.accountant
+                settings.epsilon, settings.delta, self.max_uses, amplified, settings.accountant
             )
         if 0 < 2 * self.indicator_noise <= self.noise_multiplier:
             raise InvalidValueError(
@@ -236,6 +280,14 @@ class PrivacyAccount:
         """
         path = Path(self.settings.ledger) if self.settings.ledger is not None else None
         self.ledger = PrivacyLedger(path, is_writer)
+        if other_units := self.ledger.units - {self.settings.unit}:
+            raise InvalidStateError(
+                f"Expected a privacy ledger whose releases have the unit {self.settings.unit}, but {path} contains "
+                f"releases with the unit {other_units.pop()}. Their guarantees cannot be added.",
+                hint="Use the unit of the ledger, or use another file as `ledger` if the data is other data.",
+                argument="unit",
+                value=self.settings.unit,
+            )
         self._hash, num_charges = self._restored or (settings_hash, 0)
         self._restored = None
         if path is None:
@@ -248,13 +300,17 @@ class PrivacyAccount:
         settings, release = self.settings, self.release
         if settings.epsilon is None or release is None:
             return num_rounds
-        earlier = self.ledger.counts(other_than=self._hash)
-        return max_releases(settings.epsilon, settings.delta, release, num_rounds, earlier, settings.accountant)
+        earlier, uses = self.ledger.counts(other_than=self._hash), min(self.max_uses, num_rounds)
+        allowed = max_releases(settings.epsilon, settings.delta, release, uses, earlier, settings.accountant)
+        return num_rounds if allowed == uses else allowed
 
     def charge(self, round_idx: int) -> None:
         """Charge the release of a round before it happens. A repeated release is charged once."""
         if self.release is not None:
-            self.ledger.charge(Charge(round_idx, self._hash, self.release.noise_multiplier, self.release.sampling_prob))
+            release, unit = self.release, self.settings.unit
+            self.ledger.charge(
+                Charge(round_idx, self._hash, release.noise_multiplier, release.sampling_prob, unit, self.max_uses)
+            )
 
     def epsilon(self) -> float | None:
         """Return the epsilon of all releases so far. None without noise, which has no guarantee."""
@@ -272,22 +328,27 @@ class PrivacyAccount:
         settings, release = self.settings, self.release
         if release is None:
             return {"privacy": "none, because `noise_multiplier` is 0"}
-        releases = [*self.ledger.counts(other_than=self._hash).elements(), *[release] * num_rounds]
+        uses = min(num_rounds, self.max_uses)
+        releases = [*self.ledger.counts(other_than=self._hash).elements(), *[release] * uses]
         epsilon = compute_epsilon(releases, settings.delta, settings.accountant)
         observer = (
             "against everyone who sees the published models. The server is trusted, and has no guarantee"
             if settings.noise == "server"
             else "against everyone, also against the server"
         )
-        clip = settings.clip.start if isinstance(settings.clip, AdaptiveClip) else settings.clip
         num_noises = 1 if settings.noise == "server" else self.expected_clients
-        ratio = self.expected_clients / (self.update_noise_multiplier * math.sqrt(num_noises * num_parameters))
-        return {
-            "privacy": f"epsilon {epsilon:.3g} with delta {settings.delta:g} per client, {observer}",
-            "noise": f"multiplier {self.noise_multiplier:.4g}, maximum norm {clip:g}, {len(releases)} releases",
-            "signal": f"at most {ratio:.2g} times the norm of the noise, if all updates have the maximum norm and the "
-            "same direction",
+        lines = {
+            "privacy": f"epsilon {epsilon:.3g} with delta {settings.delta:g} per {settings.unit}, {observer}",
+            "noise": f"multiplier {self.noise_multiplier:.4g}, maximum norm {self.fixed_norm:.4g}, {num_rounds} "
+            f"releases, of which at most {uses} contain data of the same {settings.unit}",
         }
+        if settings.unit == "client":
+            ratio = self.expected_clients / (self.update_noise_multiplier * math.sqrt(num_noises * num_parameters))
+            lines["signal"] = (
+                f"at most {ratio:.2g} times the norm of the noise, if all updates have the maximum norm and the same "
+                "direction"
+            )
+        return lines
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of charges of this run and the hash of its settings, for a checkpoint."""

@@ -11,7 +11,6 @@ import math
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from lightning_fcl.errors import DamagedFileError, InvalidStateError
 from lightning_fcl.io.atomic import append
@@ -31,12 +30,16 @@ class Charge:
         settings: Hash of all settings that define the bits of the release.
         noise_multiplier: See `Release`.
         sampling_prob: See `Release`.
+        unit: The unit whose data is protected.
+        max_uses: Maximum number of releases of the run that can contain data of the same unit.
     """
 
     round: int
     settings: str
     noise_multiplier: float
     sampling_prob: float
+    unit: str
+    max_uses: int
 
     @property
     def release(self) -> Release:
@@ -56,8 +59,8 @@ class PrivacyLedger:
             release that did not happen.
 
     Example:
-        >>> ledger = PrivacyLedger()
-        >>> ledger.charge(Charge(0, "a", 1.5, 1.0)), ledger.charge(Charge(0, "a", 1.5, 1.0)), len(ledger)
+        >>> ledger, charge = PrivacyLedger(), Charge(0, "a", 1.5, 1.0, unit="client", max_uses=10)
+        >>> ledger.charge(charge), ledger.charge(charge), len(ledger)
         (True, False, 1)
     """
 
@@ -72,8 +75,23 @@ class PrivacyLedger:
         return len(self.charges)
 
     def counts(self, other_than: str | None = None) -> Counter[Release]:
-        """Return the number of releases of each kind. Releases with the settings ``other_than`` are left out."""
-        return Counter(charge.release for charge in self.charges if charge.settings != other_than)
+        """Return the number of releases of each kind that can contain data of the same unit.
+
+        Releases with the settings ``other_than`` are left out.
+        """
+        counts: Counter[Release] = Counter()
+        by_run: dict[str, list[Charge]] = {}
+        for charge in self.charges:
+            by_run.setdefault(charge.settings, []).append(charge)
+        for settings, charges in by_run.items():
+            if settings != other_than:  # All releases of a run have the same noise.
+                counts[charges[0].release] += min(len(charges), charges[0].max_uses)
+        return counts
+
+    @property
+    def units(self) -> set[str]:
+        """The units of all charges."""
+        return {charge.unit for charge in self.charges}
 
     def charge(self, charge: Charge) -> bool:
         """Add a charge. If the ledger has a file, the charge is on the disk when the function returns.
@@ -119,12 +137,14 @@ class PrivacyLedger:
 
 def _parse(line: bytes, path: Path, number: int) -> Charge:
     try:
-        content: Any = json.loads(line)
-        charge = Charge(content["round"], content["settings"], content["noise_multiplier"], content["sampling_prob"])
-        sound = type(charge.round) is int and isinstance(charge.settings, str) and len(content) == 4
-        if not (sound and charge.round >= 0 and math.isfinite(charge.release.noise_multiplier)):
+        charge = Charge(**json.loads(line))
+        numbers = (charge.round, charge.max_uses)
+        sound = all(type(number) is int and number >= 0 for number in numbers)
+        if not (sound and {type(charge.settings), type(charge.unit)} == {str}):
             raise ValueError("unknown values")
-    except (ValueError, KeyError, TypeError) as error:
+        if not math.isfinite(charge.release.noise_multiplier):
+            raise ValueError("no noise")
+    except (ValueError, TypeError) as error:
         raise DamagedFileError(
             f"Expected line {number} of the privacy ledger {path} to be a release, but got {line[:100]!r}.",
             hint="Restore the file from a backup. Without the ledger, the privacy budget is unknown.",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -26,7 +26,30 @@ _MARGIN = 2.0**-20
 """Relative margin of the factor that scales an update, so that rounding does not increase the norm above the limit."""
 
 
-def clip_uploads(uploads: Uploads, max_norm: float) -> Tensor:
+Scales = Mapping[str, Tensor]
+"""Factors of the elements of some entries, which are multiplied before the norm is computed. Default: 1.
+
+An element with an infinite factor is 0 in each upload, and gets no noise.
+"""
+
+
+def scaled_norms(uploads: Uploads, scales: Scales) -> Tensor:
+    """Return the joint L2 norm of each client's updates and messages after the multiplication by factors.
+
+    Args:
+        uploads: The uploads.
+        scales: Factors of some entries. Elements with an infinite factor must be 0.
+    """
+    squares = uploads.norms().square()
+    for name, scale in scales.items():
+        update = uploads.update(name)
+        finite = torch.where(scale.isinf(), 1.0, scale).to(update.device)
+        plain, scaled = (value.double().flatten(1).square().sum(dim=1).cpu() for value in (update, update * finite))
+        squares += scaled - plain
+    return squares.clamp(min=0).sqrt()
+
+
+def clip_uploads(uploads: Uploads, max_norm: float, scales: Scales | None = None) -> Tensor:
     """Scale the update of each client so that its joint L2 norm is at most ``max_norm``.
 
     The norm is computed in double precision over all entries and messages, as the server decodes them.
@@ -34,16 +57,18 @@ def clip_uploads(uploads: Uploads, max_norm: float) -> Tensor:
     Args:
         uploads: The uploads, which are changed in place.
         max_norm: Maximum norm.
+        scales: Factors of some entries in the norm. See `Scales`.
 
     Returns:
         Whether each client's update was at most ``max_norm`` before, shape (clients,).
     """
-    norms, margin = uploads.norms(), _MARGIN
+    scales = scales or {}
+    norms, margin = scaled_norms(uploads, scales), _MARGIN
     is_unclipped = norms <= max_norm
     # Rounding in half precision can need a larger margin.
     while bool((too_large := norms > max_norm).any()):
         uploads.scale(torch.where(too_large, max_norm / norms * (1 - margin), 1.0))
-        norms, margin = uploads.norms(), min(0.5, 16 * margin)
+        norms, margin = scaled_norms(uploads, scales), min(0.5, 16 * margin)
     return is_unclipped
 
 
@@ -52,14 +77,19 @@ class PrivateTransform(UploadTransform):
 
     Args:
         account: The account of the federation.
+
+    Attributes:
+        find_scales: Function that returns the factors of entries in a round.
     """
 
     label = "privacy"
     needs_updates = True
 
     def __init__(self, account: PrivacyAccount) -> None:
+        self.find_scales: Callable[[int], Scales] = lambda round_idx: {}
         self._account = account
         self._setting: Setting | None = None
+        self._scales: Scales = {}
 
     @property
     def setting(self) -> Setting:
@@ -69,12 +99,12 @@ class PrivateTransform(UploadTransform):
 
     @property
     def max_norm(self) -> float:
-        """The maximum norm of an update in this round."""
-        clip = self._account.settings.clip
-        return float(self.setting.state[CLIP]) if isinstance(clip, AdaptiveClip) else clip
+        """The maximum norm of a unit's contribution in this round."""
+        is_adaptive = isinstance(self._account.settings.clip, AdaptiveClip)
+        return float(self.setting.state[CLIP]) if is_adaptive else self._account.fixed_norm
 
     def setup(self, setting: Setting) -> None:
-        self._setting = setting
+        self._setting, self._scales = setting, self.find_scales(setting.round_idx)
 
     def fingerprint(self) -> dict[str, Any]:
         return {"class": type(self).__name__, **self._account.settings.fingerprint()}
@@ -126,7 +156,12 @@ class ClipUpdates(PrivateTransform):
                     argument="requires_grad",
                     value=name,
                 )
-        is_unclipped = clip_uploads(uploads, self.max_norm)
+        for name, scale in self._scales.items():
+            update = uploads.update(name)
+            uploads.set_update(name, update.where(~scale.isinf().to(update.device), 0))
+        if self._account.settings.unit == "sample":
+            return
+        is_unclipped = clip_uploads(uploads, self.max_norm, self._scales)
         if UNCLIPPED in uploads.values:
             uploads.set_update(UNCLIPPED, is_unclipped.to(uploads.values[UNCLIPPED]) - 0.5)
 
@@ -143,12 +178,15 @@ class AddNoise(PrivateTransform):
 
     stage: ClassVar[Stage] = Stage.NOISE
 
-    def standard_deviation(self, name: str) -> float:
+    def standard_deviation(self, name: str) -> float | Tensor:
         """Return the standard deviation of the noise on an entry of a release."""
         if name == UNCLIPPED:
             return self._account.indicator_noise
         multiplier = self._account.update_noise_multiplier
-        return multiplier * self.max_norm if multiplier else 0.0
+        if multiplier == 0:
+            return 0.0
+        deviation = multiplier * self.max_norm
+        return deviation / self._scales[name].to(self.setting.state[name].device) if name in self._scales else deviation
 
     def encode(self, uploads: Uploads) -> None:
         if self._account.settings.noise != "client":
@@ -171,8 +209,8 @@ class AddNoise(PrivateTransform):
         account.charge(sums.round)
         for name in self.setting.changing:
             value = sums.values[name]
-            if account.settings.noise == "server" and (deviation := self.standard_deviation(name)):
-                sums.values[name] = value.double() + deviation * self._noise(value, name)
+            if account.settings.noise == "server" and account.noise_multiplier:
+                sums.values[name] = value.double() + self.standard_deviation(name) * self._noise(value, name)
         for name, reduction in self.setting.reductions.items():
             if name in sums.denominators and reduction.weighted:
                 sums.denominators[name] = account.expected_clients

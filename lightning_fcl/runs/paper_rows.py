@@ -1,4 +1,4 @@
-"""Recipes by name: a recipe such as ``quickstart``, or a row of a paper's table, such as ``flwf/flwf-2t`` or ``fedvit/fedvit@small``."""
+"""Recipes by name, such as ``quickstart``, or ``flwf/flwf-2t`` for a row of a paper's table."""
 
 from __future__ import annotations
 

@@ -26,6 +26,7 @@ from lightning_fcl.simulation.federation import Federation
 from lightning_fcl.simulation.private_rounds import start_privacy
 from lightning_fcl.simulation.setup_checks import check_stream
 from lightning_fcl.simulation.trainer_choice import choose_trainer
+from lightning_fcl.tasks.ridge_base import RidgeTask
 from lightning_fcl.validation import format_names, warn_of_one
 
 log = logging.getLogger(__name__)
@@ -63,6 +64,8 @@ def start_fit(federation: Federation, optimizers: list[Optimizer], step: Callabl
     choose_min_batch_size(federation, optimizers)
     if federation.placement is None or federation.placement.ranks is not ranks:
         federation.placement = Placement(ranks, stream.plan.clients, server.client_store)
+    if isinstance(federation.module, RidgeTask):
+        federation.module.privacy = None  # An earlier fit may have used differential privacy.
     if federation.privacy is not None:
         start_privacy(federation, federation.privacy)
 

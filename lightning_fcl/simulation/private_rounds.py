@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections import Counter
 from fnmatch import fnmatchcase
 
+import numpy as np
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
+from lightning_fcl.data.scenarios.base import EMPTY, Plan
 from lightning_fcl.data.trainer_access import get_callbacks
 from lightning_fcl.errors import InvalidStateError, InvalidValueError
 from lightning_fcl.federation.aggregation import (
@@ -27,10 +30,12 @@ from lightning_fcl.federation.synchronization import Poisson, Synchronization
 from lightning_fcl.methods.base import MethodBase
 from lightning_fcl.methods.functional import trainable_parameters
 from lightning_fcl.methods.method_round import server_entries
-from lightning_fcl.privacy.differential_privacy import PrivacyAccount
+from lightning_fcl.privacy.differential_privacy import AdaptiveClip, PrivacyAccount
+from lightning_fcl.privacy.transforms import PrivateTransform
 from lightning_fcl.rng import global_seed
 from lightning_fcl.simulation.checkpoint import federation_fingerprint
 from lightning_fcl.simulation.federation import Federation
+from lightning_fcl.tasks.ridge_base import RidgeTask
 
 log = logging.getLogger(__name__)
 
@@ -76,9 +81,16 @@ def start_privacy(federation: Federation, account: PrivacyAccount) -> None:
         InvalidValueError: If an upload or a callback is not covered by the guarantee.
         InvalidStateError: If the budget does not allow the first round.
     """
-    check_covered(federation)
-    plan, sampling = federation.stream.plan, federation.participation.fraction_or_count
-    account.start(len(plan.clients), sampling.prob if isinstance(sampling, Poisson) else 1.0, plan.num_rounds)
+    module, plan, sampling = federation.module, federation.stream.plan, federation.participation.fraction_or_count
+    prob = sampling.prob if isinstance(sampling, Poisson) else 1.0
+    if isinstance(module, RidgeTask):
+        _start_private_sums(federation, module, account)
+    check_covered(federation, account)
+    if account.settings.unit == "client":
+        account.start(len(plan.clients), prob, plan.num_rounds)
+    else:
+        num_samples = len(np.unique(np.concatenate([rows for clients in plan.train for rows in clients.values()])))
+        account.start(len(plan.clients), prob, plan.num_rounds, num_samples, count_uses(plan))
     account.open_ledger(_settings_hash(federation), federation.ranks.rank == 0)
     loop, rounds = federation.module.trainer.fit_loop, account.rounds_in_budget(plan.num_rounds)
     if rounds == 0:
@@ -94,11 +106,80 @@ def start_privacy(federation: Federation, account: PrivacyAccount) -> None:
         loop.max_epochs = rounds
 
 
-def check_covered(federation: Federation) -> None:
+def count_uses(plan: Plan) -> int:
+    """Return the maximum number of rounds that can use the same training sample.
+
+    This is the larger of two numbers: the maximum over the samples that the clients have, and the maximum number of
+    rounds of an experience.
+
+    Raises:
+        InvalidValueError: If a sample can be in several experiences, or several clients have the same sample.
+    """
+    if plan.history != "round":
+        raise InvalidValueError(
+            f'Expected a scenario with `history="round"` with `unit="sample"`, but got "{plan.history}". A sample '
+            "is then also used in later experiences.",
+            hint="Leave `history` out of the scenario's arguments.",
+            argument="history",
+            value=plan.history,
+        )
+    rows_by_round = [np.concatenate([*clients.values(), EMPTY]) for clients in plan.train]
+    if any(len(rows) != len(np.unique(rows)) for rows in rows_by_round):
+        raise InvalidValueError(
+            'Expected each sample to belong to one client with `unit="sample"`, but several clients have the same '
+            "sample.",
+            hint='Use a partition that divides the samples, or use `unit="client"`.',
+            argument="unit",
+            value="sample",
+        )
+    most_uses = int(np.bincount(np.concatenate(rows_by_round)).max())
+    return max(most_uses, *(max(Counter(numbers).values()) for numbers in plan.experiences.values()))
+
+
+def _start_private_sums(federation: Federation, task: RidgeTask, account: PrivacyAccount) -> None:
+    """Let a ridge regression use an account. Raise InvalidValueError if its sums cannot be released."""
+    obstacle = task.private_sums_obstacle
+    if isinstance(account.settings.clip, AdaptiveClip):
+        obstacle = "its regularizer needs a fixed noise. Use a number as `clip`"
+    if len(federation.stream.plan.base_samples):
+        obstacle = "its sums start with the samples of a base session, which get no noise. Remove the base session"
+    if obstacle:
+        raise InvalidValueError(
+            f"Expected a ridge regression whose sums can be released with `privacy`, but got a "
+            f"`{type(task).__name__}`: {obstacle}.",
+            argument="privacy",
+            value=type(task).__name__,
+        )
+    task.privacy = account
+    for transform in federation.server.pipeline.transforms:
+        if isinstance(transform, PrivateTransform):
+            transform.find_scales = task.private_scales
+
+
+def check_covered(federation: Federation, account: PrivacyAccount) -> None:
     """Raise InvalidValueError if clients upload an entry that is not covered, or a callback uses validation samples."""
-    module = federation.module
+    module, settings = federation.module, account.settings
     reductions = get_reductions(module, federation.settings.rules)
     covered = {*trainable_parameters(module), *frozen_parameters(module, reductions)}
+    if isinstance(module, RidgeTask):
+        covered |= {*module.statistics.names}
+    elif settings.unit == "sample":
+        raise InvalidValueError(
+            f'Expected a `RidgeClassifier` with `unit="sample"`, but got a `{type(module).__name__}`. The gradients of '
+            "single samples are not clipped.",
+            hint='Use `unit="client"`, or a `RidgeClassifier` with `unit_norm=True`.',
+            argument="unit",
+            value=settings.unit,
+        )
+    if settings.unit == "sample" and federation.methods:
+        names = [type(method).__name__ for method in federation.methods]
+        raise InvalidValueError(
+            f'Expected no methods with `unit="sample"`, because a method can use a sample in several releases, but got '
+            f"{', '.join(names)}.",
+            hint='Remove the methods, or use `unit="client"`.',
+            argument="callbacks",
+            value=names,
+        )
     for name in state_tensors(module):
         if name not in covered and reductions[name].is_uploaded:
             raise InvalidValueError(

@@ -46,6 +46,8 @@ class RidgeClassifier(RidgeTask):
             subtracts all these additions before it solves, so its solution does not depend on gamma (AFL, He et al.
             2025). The sums of A and B correspond to the paper's absolute aggregation law.
         groups: Number of groups of a client's samples with ``upload="moments"``.
+        unit_norm: Whether to divide the features of each sample, with the bias, by their norm. Differential privacy
+            requires it, see `lightning_fcl.DifferentialPrivacy`.
 
     Raises:
         ValueError: If an argument is out of range or incompatible with ``upload``, or if the network has no features.
@@ -75,6 +77,7 @@ class RidgeClassifier(RidgeTask):
         rank: int | None = None,
         gamma: float = 0.0,
         groups: int = 5,
+        unit_norm: bool = False,
     ) -> None:
         embedding_size = require_embedding_body(model).features
         features = (embedding_size if random_features is None else random_features) + bias
@@ -84,6 +87,7 @@ class RidgeClassifier(RidgeTask):
             None if random_features is None else RandomFeatures(embedding_size, random_features, seed)
         )
         self.bias = bias
+        self.unit_norm = unit_norm
         self.num_classes = num_classes
         self.features = features
 
@@ -101,7 +105,7 @@ class RidgeClassifier(RidgeTask):
     def embed(self, x: Tensor) -> Tensor:
         """Return the features that are the inputs of the readout, shape (batch, features)."""
         body: EmbedsSamples = require_embedding_body(self.model)
-        return readout_features(body.embed(x), self.random_features, self.bias)
+        return readout_features(body.embed(x), self.random_features, self.bias, self.unit_norm)
 
     def readout_inputs(self, x: Tensor) -> Iterator[Tensor]:
         yield self.embed(x)[None]
@@ -109,9 +113,15 @@ class RidgeClassifier(RidgeTask):
     def to_network(self) -> FeatureReadout:
         """Return a plain network that makes the same predictions as the task with its current weights."""
         body, lift = copy.deepcopy((require_embedding_body(self.model), self.random_features))
-        network = FeatureReadout(body, self.num_classes, lift, self.bias)
+        network = FeatureReadout(body, self.num_classes, lift, self.bias, self.unit_norm)
         network.weight.copy_(self.readout.weight)
         return network
+
+    @property
+    def private_sums_obstacle(self) -> str:
+        if not self.unit_norm:
+            return "the norm of its features has no limit. Set `unit_norm=True` of the task"
+        return super().private_sums_obstacle
 
     def on_base_session(self, x: Tensor, y: Tensor) -> None:
         """Add the samples of the base session, and solve for the readout before the first round."""

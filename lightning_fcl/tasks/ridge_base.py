@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, get_args
 
@@ -20,14 +21,18 @@ from lightning_fcl.federation.client_store import StateSection
 from lightning_fcl.federation.local_trainer import LocalResult
 from lightning_fcl.federation.protocols import FederationProtocol, find_federation
 from lightning_fcl.models.ridge import GroupMoments, RidgeReadout, add_to_diagonal, pack_upper, solve, unpack_upper
+from lightning_fcl.privacy.differential_privacy import PrivacyAccount
 from lightning_fcl.tasks.base import Task
-from lightning_fcl.tasks.ridge_statistics import MOMENTS, SUMS, ReadoutTargets, low_rank
+from lightning_fcl.tasks.ridge_statistics import MOMENTS, SUMS, OneHot, ReadoutTargets, low_rank
 from lightning_fcl.validation import at_least, one_of
 
 log = logging.getLogger(__name__)
 
 UploadKind = Literal["statistics", "weights"]
 """Kinds of upload that all ridge tasks support."""
+
+TARGET_FACTOR = 4.0
+"""Factor of A in the norm of a private contribution. A large factor reduces the noise on A, and increases it on B."""
 
 # Maximum size in bytes of the statistics in a vectorized step. By default, this limits the number of clients per step.
 MAX_GROUP_BYTES = 128 * 2**20
@@ -106,6 +111,8 @@ class RidgeTask(Task):
             self.moments = GroupMoments(groups, targets.num_outputs, features)
         if gamma:
             self.register_buffer("num_regularized", torch.zeros((), dtype=torch.long))
+        # The account of differential privacy. None: A and B contain no noise.
+        self.privacy: PrivacyAccount | None = None
         self.min_samples = features if min_samples is None else min_samples
         self.val_metric, self.test_metric = targets.metric(), targets.metric()
 
@@ -115,6 +122,8 @@ class RidgeTask(Task):
         if self.upload == "weights":
             local_rules = dict.fromkeys(("readout.A", "readout.B", "readout.n", "readout.tag"), "local")
             return {"*": "constant", **local_rules, "readout.weight": "mean"}
+        if self.privacy is not None:  # The number of samples is not uploaded, because it has no noise.
+            return {"*": "constant", **dict.fromkeys(self.statistics.names, "sum"), "readout.weight": "download_only"}
         regularization = {"num_regularized": "sum"} if self.gamma else {}
         return {"*": "constant", **self.statistics.reductions, **regularization, "readout.weight": "download_only"}
 
@@ -205,6 +214,9 @@ class RidgeTask(Task):
         if self.gamma:
             add_to_diagonal(self.readout.B, self.readout.in_features, -self.gamma * int(self.num_regularized))
             self.num_regularized.zero_()
+        if self.privacy is not None and self.privacy.noise_multiplier > 0:
+            self.readout.solve_noised(self.private_beta)
+            return
         if len(self.betas) == 1:
             self.readout.solve()
             return
@@ -228,6 +240,46 @@ class RidgeTask(Task):
         best = int(right.argmax())
         self.readout.beta = self.betas[best]
         self.readout.weight.copy_(solutions[best])
+
+    # Differential privacy.
+
+    @property
+    def private_sums_obstacle(self) -> str:
+        """The reason why A and B cannot be released with differential privacy, as a clause. Empty: there is none."""
+        if self.statistics is not SUMS or self.upload != "statistics" or self.gamma:
+            return 'it uploads other values than A and B. Use `upload="statistics"` without `rank` and `gamma`'
+        if not isinstance(self.targets, OneHot) or self.targets.signed:
+            return "its targets are not one-hot classes. Use a `RidgeClassifier`"
+        if len(self.betas) > 1:
+            return "it selects `beta` with validation samples. Pass one `beta`, which is replaced by a computed value"
+        return ""
+
+    def private_scales(self, round_idx: int) -> dict[str, Tensor]:
+        """Return factors for A and B: the joint norm of a contribution is computed after the multiplication.
+
+        A sample with the features h of norm 1 then contributes ``(h h^T, 4 y h^T)`` with the joint Frobenius norm
+        ``sqrt(17)``. Off-diagonal elements of a packed B count twice. The factor is infinite for the rows of A of
+        classes that are not in the experiences of the round, so that these rows get no noise.
+        """
+        readout, stream = self.readout, find_stream(self.trainer)
+        assert stream is not None  # `FederatedStrategy` requires a stream
+        rows = torch.full((readout.A.shape[0], 1), TARGET_FACTOR, dtype=torch.float64)
+        current = stream.plan.current_classes(round_idx)
+        if current is not None:
+            rows[[label for label in range(len(rows)) if label not in set(current)]] = torch.inf
+        columns = torch.ones(readout.in_features, readout.in_features, dtype=torch.float64)
+        if readout.symmetric:
+            columns = pack_upper(math.sqrt(2) - (math.sqrt(2) - 1) * torch.eye(readout.in_features).double())
+        return {"readout.A": rows.expand_as(readout.A), "readout.B": columns}
+
+    @property
+    def private_beta(self) -> float:
+        """The regularizer for noised statistics, from the noise alone: ``2 s sqrt(2 d)``.
+
+        d is the number of features. s is the standard deviation of the noise on the diagonal of B, from all releases.
+        """
+        assert self.privacy is not None
+        return 2 * self.privacy.summed_deviation * math.sqrt(2 * self.readout.in_features)
 
     def evaluate(self, batch: Batch, stage: Literal["val", "test"]) -> None:
         metric = self.val_metric if stage == "val" else self.test_metric

@@ -1,8 +1,10 @@
 """Tests of the accountant: known values, the closed form of Gaussian releases, calibration and the ledger."""
 
+import json
 import math
 import sys
 from collections import Counter
+from dataclasses import asdict
 
 import pytest
 from hypothesis import example, given, settings
@@ -91,31 +93,63 @@ def test_missing_package_names_the_extra(monkeypatch):
         find_noise_multiplier(1.0, 1e-5, 1)
 
 
+def make_charge(round_idx=0, settings="a", noise_multiplier=1.5, sampling_prob=1.0, unit="client", max_uses=10):
+    return Charge(round_idx, settings, noise_multiplier, sampling_prob, unit, max_uses)
+
+
+# Changes of a line that make it invalid.
+CHANGES = (
+    {"round": -1},
+    {"round": 0.5},
+    {"settings": 3},
+    {"noise_multiplier": 0},
+    {"noise_multiplier": float("nan")},
+    {"sampling_prob": 2},
+    {"unit": None},
+    {"max_uses": "all"},
+    {"other": 1},
+)
+
+
+def test_ledger_counts_each_unit_at_most_max_uses_times_per_run():
+    ledger = PrivacyLedger()
+    for name, max_uses in (("a", 2), ("b", 9)):
+        for round_idx in range(5):
+            ledger.charge(make_charge(round_idx, name, max_uses=max_uses))
+    assert ledger.counts() == {Release(1.5): 7} and ledger.counts(other_than="a") == {Release(1.5): 5}
+
+
 def test_ledger_charges_repeated_release_once_and_survives_a_restart(tmp_path):
     path = tmp_path / "ledger.jsonl"
     ledger = PrivacyLedger(path)
-    charges = [Charge(0, "a", 1.5, 0.5), Charge(1, "a", 1.5, 0.5), Charge(0, "b", 2.0, 1.0)]
+    charges = [make_charge(0, "a", 1.5, 0.5), make_charge(1, "a", 1.5, 0.5), make_charge(0, "b", 2.0, 1.0)]
     assert [ledger.charge(charge) for charge in [*charges, charges[0]]] == [True, True, True, False]
     with path.open("ab") as file:  # A power failure during a write leaves a part of a line.
         file.write(b'{"round": 2, "sett')
     again = PrivacyLedger(path)
     assert [*again.charges] == charges
     assert again.counts() == {Release(1.5, 0.5): 2, Release(2.0): 1} and again.counts("a") == {Release(2.0): 1}
-    assert not again.charge(charges[1]) and again.charge(Charge(2, "a", 1.5, 0.5))
+    assert not again.charge(charges[1]) and again.charge(make_charge(2, "a", 1.5, 0.5))
     assert len(PrivacyLedger(path)) == 4 and path.read_bytes().count(b"\n") == 4
 
 
 def test_only_the_writer_changes_the_file(tmp_path):
     path = tmp_path / "ledger.jsonl"
-    assert PrivacyLedger(path, is_writer=False).charge(Charge(0, "a", 1.5, 1.0)) and not path.exists()
+    assert PrivacyLedger(path, is_writer=False).charge(make_charge()) and not path.exists()
 
 
 @pytest.mark.parametrize(
-    "line", [b"no json", b"{}", b"[]", b'{"round": -1, "settings": "a", "noise_multiplier": 1, "sampling_prob": 1}']
+    "line",
+    [
+        b"no json",
+        b"{}",
+        b"[]",
+        *(json.dumps(asdict(make_charge()) | change).encode() for change in CHANGES),
+    ],
 )
 def test_damaged_ledger_raises(tmp_path, line):
     path = tmp_path / "ledger.jsonl"
-    PrivacyLedger(path).charge(Charge(0, "a", 1.5, 1.0))
+    PrivacyLedger(path).charge(make_charge())
     path.write_bytes(line + b"\n" + path.read_bytes())
     with raises(DamagedFileError, value=path):
         PrivacyLedger(path)
@@ -123,7 +157,7 @@ def test_damaged_ledger_raises(tmp_path, line):
 
 def test_ledger_without_releases_of_checkpoint_raises(tmp_path):
     ledger = PrivacyLedger(tmp_path / "ledger.jsonl")
-    ledger.charge(Charge(0, "a", 1.5, 1.0))
+    ledger.charge(make_charge())
     ledger.check_contains(1, "a")
     with raises(InvalidStateError, "ledger"):
         ledger.check_contains(1, "b")

@@ -19,7 +19,6 @@ from lightning_fcl import (
     DifferentialPrivacy,
     FederatedStrategy,
     Poisson,
-    RidgeClassifier,
     Swarm,
 )
 from lightning_fcl.callbacks import (
@@ -38,7 +37,6 @@ from lightning_fcl.errors import InvalidStateError, InvalidValueError
 from lightning_fcl.federation.uploads import Stage, UploadTransform
 from lightning_fcl.methods.base import MethodBase, overrides_hook
 from lightning_fcl.methods.method import Method
-from lightning_fcl.models import MLP
 from lightning_fcl.privacy.accounting import Release, compute_epsilon
 from lightning_fcl.privacy.ledger import PrivacyLedger
 
@@ -250,11 +248,6 @@ def test_fit_rejects_buffers_and_accepts_local_and_constant_buffers(fit, make_ta
     with raises(InvalidValueError, "reductions"):
         fit(make(), make_stream(), privacy=private())
     fit(make(), make_stream(), privacy=private(), reductions={"*running*": "local", "*num_batches*": "local"})
-
-
-def test_fit_rejects_ridge_sums(fit, make_stream):
-    with raises(InvalidValueError, "reductions"):
-        fit(RidgeClassifier(MLP([6, 5, 4]), 4), make_stream(), privacy=private())
 
 
 class Sends(Method):

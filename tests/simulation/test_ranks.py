@@ -14,7 +14,15 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import nn
 
-from lightning_fcl import ClientSpeeds, FedBuff, FederatedStrategy, RidgeClassifier
+from lightning_fcl import (
+    AdaptiveClip,
+    ClientSpeeds,
+    DifferentialPrivacy,
+    FedBuff,
+    FederatedStrategy,
+    Poisson,
+    RidgeClassifier,
+)
 from lightning_fcl.callbacks import (
     CCVR,
     EWC,
@@ -435,3 +443,21 @@ def test_asynchronous_rounds_are_equal_on_processes(alike, make_task, make_strea
         {"num_clients": 6, "rounds_per_experience": 3},
     )
     alike(lambda: (make_task(), make_stream(**stream)), (1, 2), synchronization=schedule, max_vectorized_clients=1)
+
+
+@pytest.mark.parametrize("participation", [1.0, Poisson(0.6)])
+@pytest.mark.parametrize("noise", ["server", "client"])
+def test_private_fits_are_bitwise_equal_on_processes(alike, make_task, make_stream, participation, noise):
+    privacy = DifferentialPrivacy("client", delta=1e-2, clip=AdaptiveClip(start=0.3), noise_multiplier=1.0, noise=noise)
+    options = {"privacy": privacy, "participation": participation, "max_vectorized_clients": 2}
+    alike(lambda: (make_task(), make_stream(num_clients=8)), (1, 2), **options)
+
+
+def test_private_ridge_regressions_are_bitwise_equal_on_processes(alike, make_stream):
+    privacy = DifferentialPrivacy("sample", delta=1e-3, epsilon=2.0)
+
+    def make():
+        torch.manual_seed(0)
+        return RidgeClassifier(MLP([6, 5, 4]), 4, unit_norm=True), make_stream(num_clients=8)
+
+    alike(make, (1, 2), privacy=privacy, max_vectorized_clients=2)

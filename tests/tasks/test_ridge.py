@@ -8,7 +8,7 @@ import pytest
 import torch
 from raising import raises
 
-from lightning_fcl import Classifier, FederatedStream, RidgeClassifier
+from lightning_fcl import Classifier, DifferentialPrivacy, FederatedStream, RidgeClassifier
 from lightning_fcl.callbacks import BaseSession, ContinualMetrics
 from lightning_fcl.data.scenarios import ODFCLScenario
 from lightning_fcl.errors import InvalidValueError
@@ -74,6 +74,12 @@ def federated(fit, task, callbacks=(), **kwargs):
     session = BaseSession(pretrain_epochs=1, epochs=2, augment=False, backbone="float")
     fit(task, stream, [session, *callbacks], seed=0, **kwargs)
     return stream
+
+
+def test_base_session_with_privacy_raises(fit):
+    privacy = DifferentialPrivacy(unit="sample", delta=1e-3, noise_multiplier=1.0)
+    with raises(InvalidValueError, "privacy"):
+        federated(fit, RidgeClassifier(network(6), 6, unit_norm=True), privacy=privacy)
 
 
 @pytest.mark.seconds

@@ -82,6 +82,12 @@ class Plan:
             self._classes[round_idx] = tuple(sorted(new - old)), tuple(sorted(old))
         return self._classes[round_idx]
 
+    def current_classes(self, round_idx: int) -> tuple[int, ...] | None:
+        """Return the classes of the experiences of all clients in a round. None if the test groups are domains."""
+        if not self.groups_are_classes:
+            return None
+        return tuple(sorted({group for parts, numbers in self._ways for group in parts[numbers[round_idx]]}))
+
     @cached_property
     def _classes(self) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
         return {}
