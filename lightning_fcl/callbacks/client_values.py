@@ -40,7 +40,7 @@ def log_round(
     federation = find_federation(trainer)
     if federation is None:
         return
-    if (epsilon := federation.server.record.epsilon) is not None:
+    if (epsilon := federation.epsilon) is not None:
         module.log("privacy/epsilon", epsilon, on_step=False, on_epoch=True, batch_size=1)
     losses = federation.server.record.train_losses
     rows = {

@@ -172,6 +172,9 @@ class ContinualMetrics(Callback):
             description = describe_plan(plan, pl_module, tested)
             self.record = {"groups": names, "totals": sizes, **description, "rounds": []}
             self._unfinished = {}
+            federation = find_federation(trainer)
+            if federation is not None and (privacy := federation.privacy_summary) is not None:
+                self.record["privacy"] = privacy
             if measures := self._test.describe_metrics(pl_module, self.lower_is_better):
                 self.record["measures"] = measures
             else:
@@ -260,11 +263,11 @@ class ContinualMetrics(Callback):
         tested = {model: test.results for model, test in tests.items()}
         hits = {model: test.hits for model, test in tests.items() if test.hits is not None}
         happened = vars(federation.server.record if federation is not None else RoundRecord())
+        epsilon = federation.epsilon if federation is not None else None
         record_names = [*_ALWAYS, *(name for name in ("duplicate_claims", "upload_limits") if happened[name])]
         record_names += (
             [] if happened["simulated_seconds"] is None else ["simulated_seconds", "late_clients", "staleness"]
         )
-        record_names += [] if happened["epsilon"] is None else ["epsilon"]
         if happened["train_samples"]:
             record_names.append("train_samples")
         self.record["rounds"].append(
@@ -276,6 +279,7 @@ class ContinualMetrics(Callback):
                 **self._confusion_entry(require_stream(trainer).plan, trainer.current_epoch, tests),
                 **({"correct_samples": hits} if hits else {}),
                 **{name: copy.copy(happened[name]) for name in record_names},
+                **({} if epsilon is None else {"epsilon": epsilon}),
                 **self._clock.end_round(get_ranks(trainer)),
             }
         )

@@ -8,6 +8,7 @@ The record of `ContinualMetrics` has these entries:
 - ``rounds``: one entry for each round. It contains ``correct``, the number of correct predictions of each model in each
   group, and ``upload_bytes`` and ``download_bytes`` of each client.
 - ``classes``: names of the classes.
+- ``privacy``: guarantee and noise of differential privacy. Each round then contains ``epsilon``, if there is noise.
 
 If experiences of models end with a round, the round also contains ``confusion``, the confusion matrix of each of these
 models in its last test in the experience. A confusion matrix is a list of ``[target, prediction, count]``, with one

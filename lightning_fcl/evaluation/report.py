@@ -70,6 +70,7 @@ def render_report(results: Mapping[str, Any], recipe: str = "") -> str:
         "confusion": confusion_chart(record),
         "confusion_history": confusion_history_chart(record),
         "communication": communication_chart(record),
+        "epsilon": epsilon_chart(record),
         "densities": density_charts(results.get("densities", {"experiences": []}), experience_labels([record])),
     }
     return fill_template(
@@ -86,6 +87,7 @@ def render_report(results: Mapping[str, Any], recipe: str = "") -> str:
         worst_clients=worst[:_WORST] if len(worst) > _WORST else [],
         client_problems=[*_client_problems(record)],
         limits=limits[-1] if limits else None,
+        privacy=_describe_privacy(record),
         kinds=kinds,
         metrics=[
             [model_name(model), *(metric_number(kind, metrics.get(f"{kind}/{model}")) for kind in kinds)]
@@ -326,6 +328,46 @@ def communication_chart(record: Record) -> Spec | None:
         )
     )
     return responsive_chart(bars, 180, rows=rows)
+
+
+def _describe_privacy(record: Record) -> list[list[str]]:
+    """Return the rows of the table on differential privacy: name and value. Return [] without privacy."""
+    if (privacy := record.get("privacy")) is None:
+        return []
+    epsilons = [entry["epsilon"] for entry in record["rounds"] if "epsilon" in entry]
+    observers = {
+        "server": "users of the published models. The server is trusted",
+        "client": "everyone, also the server",
+    }
+    return [
+        ["epsilon of all rounds", f"{epsilons[-1]:.4g}" if epsilons else "none, because there is no noise"],
+        ["delta", f"{privacy['delta']:g}"],
+        ["protected unit", "all data of a client" if privacy["unit"] == "client" else "a sample"],
+        ["protected against", observers[privacy["noise"]]],
+        ["maximum norm of a unit's contribution", privacy["clip"]],
+        ["noise multiplier", f"{privacy['noise_multiplier']:.4g}"],
+        ["probability that a client is drawn for a round", f"{privacy['sampling_prob']:g}"],
+        ["not protected", "test accuracies, losses, numbers of samples, sizes of messages, times, client states"],
+    ]
+
+
+def epsilon_chart(record: Record) -> Spec | None:
+    """Return the chart of epsilon by round, or None without differential privacy or without noise."""
+    rows = [
+        {"round": entry["round"] + 1, "epsilon": entry["epsilon"]} for entry in record["rounds"] if "epsilon" in entry
+    ]
+    if not rows:
+        return None
+    line = (
+        charts.get_chart("rows")
+        .mark_line(point=len(rows) <= _BARS)
+        .encode(
+            x=alt.X("round:Q", title="round", axis=charts.integer_axis()),
+            y=alt.Y("epsilon:Q", title="epsilon"),
+            tooltip=charts.make_tooltips(round="", epsilon=".3f"),
+        )
+    )
+    return responsive_chart(line, 180, rows=rows)
 
 
 def density_charts(density_records: Mapping[str, Any], names: Sequence[str]) -> Spec | None:

@@ -49,7 +49,6 @@ class RoundRecord:
             first of these nodes is admitted.
         upload_limits: In a deployment, the maximum number of samples and the maximum update norm of an upload.
         simulated_seconds: Duration of the round on the simulated clock in seconds. None: there is no simulated clock.
-        epsilon: Epsilon of all releases up to this round. None: there is no differential privacy, or no noise.
     """
 
     accepted: list[str] = field(default_factory=list)
@@ -67,7 +66,6 @@ class RoundRecord:
     duplicate_claims: dict[str, list[str]] = field(default_factory=dict)
     upload_limits: dict[str, float] = field(default_factory=dict)
     simulated_seconds: float | None = None
-    epsilon: float | None = None
 
     def add_upload_bytes(self, client: str, number: int) -> None:
         """Add bytes to the number of bytes that a client uploaded in a state or in a message of a method."""

@@ -441,8 +441,13 @@ def difference(values: Tensor, origin: Tensor) -> Tensor:
 
 
 def _squares(update: Tensor) -> Tensor:
-    wide = update.reshape(len(update), -1).to(torch.complex128 if update.is_complex() else torch.float64)
-    return wide.abs().square().sum(dim=1)
+    """Return the squared norm of each client's update in double precision, shape (clients,)."""
+    rows = update.reshape(len(update), -1)
+    if not (rows.is_floating_point() or rows.is_complex()):
+        rows = rows.double()
+    wide = torch.complex128 if rows.is_complex() else torch.float64
+    squares: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=wide).square()
+    return squares
 
 
 def _scaled(update: Tensor, factors: Tensor) -> Tensor:

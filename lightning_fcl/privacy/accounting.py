@@ -13,8 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from types import ModuleType
+from functools import lru_cache, reduce
 from typing import Any, Literal
 
 from lightning_fcl.errors import InvalidValueError
@@ -22,6 +21,8 @@ from lightning_fcl.validation import above, between, require_package
 
 Accountant = Literal["pld", "rdp"]
 """Accountant: privacy loss distributions (``"pld"``) or Rényi differential privacy (``"rdp"``)."""
+
+_PURPOSE = "computes the privacy budget"
 
 _TOLERANCE = 1e-4
 """Absolute tolerance of a calibrated noise multiplier."""
@@ -100,24 +101,18 @@ def find_noise_multiplier(
         >>> round(find_noise_multiplier(1.0, 1e-5, num_releases=1), 2)
         3.73
     """
-    package = _package()
 
-    def make_event(noise_multiplier: float) -> Any:
-        # The search starts at 0, where a release has no privacy.
-        if noise_multiplier <= 0:
-            return package.NonPrivateDpEvent()
-        return _event(Release(noise_multiplier, sampling_prob), num_releases)
+    def fits(noise_multiplier: float) -> bool:
+        counts = ((Release(noise_multiplier, sampling_prob), num_releases),)
+        return _epsilon(counts, delta, accountant) <= epsilon
 
-    with _without_order_warnings():
-        multiplier: float = package.calibrate_dp_mechanism(
-            partial(_new_accountant, accountant),
-            make_event,
-            epsilon,
-            delta,
-            package.LowerEndpointAndGuess(0.0, 1.0),
-            tol=_TOLERANCE,
-        )
-    return float(multiplier)
+    low, high = 0.0, 1.0  # `low` does not fit, because a release without noise has no privacy.
+    while not fits(high):
+        low, high = high, 2 * high
+    while high - low > _TOLERANCE:
+        middle = (low + high) / 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
 
 
 def max_releases(
@@ -176,17 +171,6 @@ def _round_down(value: float) -> float:
     return 10.0 ** math.floor(math.log10(value))
 
 
-def _package() -> ModuleType:
-    return require_package("dp_accounting", "computes the privacy budget", "privacy")
-
-
-def _new_accountant(accountant: Accountant) -> Any:
-    package = _package()
-    if accountant == "rdp":
-        return package.rdp.RdpAccountant()
-    return package.pld.PLDAccountant(value_discretization_interval=_INTERVAL)
-
-
 @contextmanager
 def _without_order_warnings() -> Iterator[None]:
     """Temporarily hide warnings about orders of Rényi divergence that the accountant leaves out.
@@ -202,20 +186,26 @@ def _without_order_warnings() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _event(release: Release, count: int) -> Any:
-    package = _package()
-    event = package.GaussianDpEvent(release.noise_multiplier)
-    if release.sampling_prob < 1:
-        event = package.PoissonSampledDpEvent(release.sampling_prob, event)
-    return package.SelfComposedDpEvent(event, count)
+@lru_cache(maxsize=64)
+def _loss_distribution(release: Release) -> Any:
+    """Return the privacy loss distribution of one release, as an object of ``dp_accounting``."""
+    distributions = require_package("dp_accounting.pld.privacy_loss_distribution", _PURPOSE, "privacy")
+    return distributions.from_gaussian_mechanism(
+        release.noise_multiplier, value_discretization_interval=_INTERVAL, sampling_prob=release.sampling_prob
+    )
 
 
 @lru_cache(maxsize=1024)
 def _epsilon(counts: tuple[tuple[Release, int], ...], delta: float, accountant: Accountant) -> float:
     if not counts:
         return 0.0
-    new_accountant = _new_accountant(accountant)
+    if accountant == "pld":
+        distributions = [_loss_distribution(release).self_compose(count) for release, count in counts]
+        return float(reduce(lambda total, part: total.compose(part), distributions).get_epsilon_for_delta(delta))
+    package = require_package("dp_accounting", _PURPOSE, "privacy")
+    renyi = package.rdp.RdpAccountant()
     with _without_order_warnings():
         for release, count in counts:
-            new_accountant.compose(_event(release, count))
-        return float(new_accountant.get_epsilon(delta))
+            gaussian = package.GaussianDpEvent(release.noise_multiplier)
+            renyi.compose(package.PoissonSampledDpEvent(release.sampling_prob, gaussian), count)
+        return float(renyi.get_epsilon(delta))

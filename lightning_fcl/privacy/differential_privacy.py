@@ -318,6 +318,19 @@ class PrivacyAccount:
             return None
         return compute_epsilon(self.ledger.counts().elements(), self.settings.delta, self.settings.accountant)
 
+    def summary(self) -> dict[str, str | float]:
+        """Return the guarantee and the noise as plain values, for the record of a run. Call this after `start`."""
+        settings, is_adaptive = self.settings, isinstance(self.settings.clip, AdaptiveClip)
+        return {
+            "unit": settings.unit,
+            "delta": settings.delta,
+            "clip": f"adaptive, at first {self.fixed_norm:g}" if is_adaptive else f"{self.fixed_norm:.4g}",
+            "noise": settings.noise,
+            "noise_multiplier": self.noise_multiplier,
+            "sampling_prob": self.sampling_prob,
+            "accountant": settings.accountant,
+        }
+
     def describe(self, num_rounds: int, num_parameters: int) -> dict[str, str]:
         """Return a description of the guarantee and the noise, by title. Call this after `start`.
 

@@ -65,9 +65,14 @@ def clip_uploads(uploads: Uploads, max_norm: float, scales: Scales | None = None
     scales = scales or {}
     norms, margin = scaled_norms(uploads, scales), _MARGIN
     is_unclipped = norms <= max_norm
-    # Rounding in half precision can need a larger margin.
+    # With at least single precision, one pass with the margin is sufficient.
+    messages = (message for client_messages in uploads.messages.values() for message in client_messages)
+    values = [*uploads.values.values(), *(value for message in messages for value in message.values())]
+    is_rounded = bool(uploads.codes) or any(value.dtype.itemsize < 4 for value in values)
     while bool((too_large := norms > max_norm).any()):
         uploads.scale(torch.where(too_large, max_norm / norms * (1 - margin), 1.0))
+        if not is_rounded:
+            break
         norms, margin = scaled_norms(uploads, scales), min(0.5, 16 * margin)
     return is_unclipped
 

@@ -147,6 +147,16 @@ class Federation:
         if trainer.optimizers != active_optimizers:
             trainer.optimizers = active_optimizers
 
+    @property
+    def epsilon(self) -> float | None:
+        """The epsilon of all releases so far. None without differential privacy, or without noise."""
+        return None if self.privacy is None else self.privacy.epsilon()
+
+    @property
+    def privacy_summary(self) -> dict[str, str | float] | None:
+        """The guarantee and the noise as plain values, for the record. None without differential privacy."""
+        return None if self.privacy is None else self.privacy.summary()
+
     def hosts(self, client: str) -> bool:
         """Return whether this process stores the state of a client. True for every client before a fit."""
         return self.placement is None or self.placement.hosts(client)

@@ -230,8 +230,6 @@ class Round:
         load_state_tensors(federation.module, server.aggregate())
         if isinstance(federation.module, HasAggregationHook):
             federation.module.on_after_aggregation()
-        if federation.privacy is not None:
-            server.record.epsilon = federation.privacy.epsilon()
         # With privacy, the steps of methods must not depend on the clients that took part.
         is_private, num_clients = federation.privacy is not None, len(federation.stream.plan.clients)
         if federation.methods and (server.record.accepted or is_private):

@@ -25,6 +25,7 @@ RUNS = {
     ),
     "durable_files": ([str(FOLDER.parent), "--pairs", "1", "--rounds", "1"], ["median"]),
     "what_lasts": (["--help"], ["--seeds"]),
+    "privacy": (["--only", "ridge", "--seeds", "2"], ["one release", "| none |"]),
     # Even the smallest run takes almost a minute, so only `--help` runs.
     "reservoir": (["--help"], ["--quick"]),
 }

@@ -14,6 +14,7 @@ from scipy.optimize import brentq
 from scipy.stats import norm
 
 from lightning_fcl.errors import DamagedFileError, InvalidStateError, InvalidValueError, MissingPackageError
+from lightning_fcl.privacy import accounting
 from lightning_fcl.privacy.accounting import Release, check_delta, compute_epsilon, find_noise_multiplier, max_releases
 from lightning_fcl.privacy.ledger import Charge, PrivacyLedger
 
@@ -87,10 +88,14 @@ def test_delta_must_be_below_one_by_number_of_units():
         check_delta(0.01, 100)
 
 
-def test_missing_package_names_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+def test_missing_package_names_the_extra(monkeypatch, accountant):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "dp_accounting"] + ["dp_accounting"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    for cached in (accounting._epsilon, accounting._loss_distribution):
+        cached.cache_clear()
     with raises(MissingPackageError, value="dp_accounting"):
-        find_noise_multiplier(1.0, 1e-5, 1)
+        find_noise_multiplier(1.0, 1e-5, 1, accountant=accountant)
 
 
 def make_charge(round_idx=0, settings="a", noise_multiplier=1.5, sampling_prob=1.0, unit="client", max_uses=10):
