@@ -307,7 +307,7 @@ ROWS: dict[str, Row] = {
         make_strategy,
         {"participation": 0.3},
         {"participation": Poisson(0.3)},
-        "Draw each client independently, for example with `participation=Poisson(0.3)`.",
+        "Sample each client independently, for example with `participation=Poisson(0.3)`.",
         argument="participation",
     ),
     "weights with privacy": Row(

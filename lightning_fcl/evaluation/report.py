@@ -346,7 +346,7 @@ def _describe_privacy(record: Record) -> list[list[str]]:
         ["protected against", observers[privacy["noise"]]],
         ["maximum norm of a unit's contribution", privacy["clip"]],
         ["noise multiplier", f"{privacy['noise_multiplier']:.4g}"],
-        ["probability that a client is drawn for a round", f"{privacy['sampling_prob']:g}"],
+        ["probability that a client is sampled for a round", f"{privacy['sampling_prob']:g}"],
         ["not protected", "test accuracies, losses, numbers of samples, sizes of messages, times, client states"],
     ]
 

@@ -208,13 +208,13 @@ class Deadline(Synchronization):
 
 
 class Poisson:
-    """Poisson sampling of clients: each client is drawn for a round independently, with the same probability.
+    """Poisson sampling of clients: each client is sampled for a round independently, with the same probability.
 
-    The number of drawn clients differs between rounds and can be 0. Clients without data are also drawn. A round is
+    The number of sampled clients differs between rounds and can be 0. Clients without data are also sampled. A round is
     never filled up with other clients. The amplification of `DifferentialPrivacy` by sampling requires this sampling.
 
     Args:
-        prob: Probability that a client is drawn, above 0 and at most 1.
+        prob: Probability that a client is sampled, above 0 and at most 1.
 
     Raises:
         ValueError: If ``prob`` is out of range.
@@ -231,11 +231,11 @@ class Poisson:
         self.prob = prob
 
     def expected_clients(self, num_clients: int) -> float:
-        """Return the expected number of drawn clients among ``num_clients`` clients."""
+        """Return the expected number of sampled clients among ``num_clients`` clients."""
         return self.prob * num_clients
 
     def draw(self, plan: Plan, round_idx: int, seed: int) -> list[str]:
-        """Return the clients that are drawn for a round, in the plan's order."""
+        """Return the clients that are sampled for a round, in the plan's order."""
         keys = derive_keys(plan.client_keys, seed, round_idx, "participation")
         flags = keys / np.float64(2.0**64) < self.prob
         return list(itertools.compress(plan.clients, flags.tolist()))
@@ -281,7 +281,7 @@ class Participation:
     Args:
         fraction_or_count: Number of clients per round. A float is a fraction of all clients (1.0: all clients), an int
             is a number. At least one client is sampled. Clients are sampled again in each round. With `Poisson`, each
-            client is drawn independently.
+            client is sampled independently.
         seed: Seed of the sampling.
         swarm: The swarm, whose nodes can leave or miss a synchronization. None: a federation with a server.
         synchronization: Rule for the uploads that arrive in time on the simulated clock. None: all uploads count.
@@ -308,7 +308,7 @@ class Participation:
             for name, setting in (("swarm", swarm), ("synchronization", synchronization)):
                 if setting is not None:
                     raise InvalidValueError(
-                        f"Expected no `{name}` with `participation=Poisson(...)`, which draws each client "
+                        f"Expected no `{name}` with `participation=Poisson(...)`, which samples each client "
                         f"independently, but got a `{type(setting).__name__}`.",
                         hint=f"Remove `{name}`, or use a number as `participation`.",
                         argument=name,

@@ -40,7 +40,7 @@ class Release:
 
     Args:
         noise_multiplier: Standard deviation of the noise, divided by the maximum norm of one unit's contribution.
-        sampling_prob: Probability that a unit is drawn for the sum, independently of other units. 1: every unit can
+        sampling_prob: Probability that a unit is sampled for the sum, independently of other units. 1: every unit can
             contribute.
 
     Raises:
@@ -91,7 +91,7 @@ def find_noise_multiplier(
         epsilon: Epsilon of all releases together, above 0.
         delta: Delta, above 0 and below 1.
         num_releases: Number of releases, at least 1.
-        sampling_prob: Probability that a unit is drawn for a release. See `Release`.
+        sampling_prob: Probability that a unit is sampled for a release. See `Release`.
         accountant: The accountant.
 
     Raises:
@@ -201,7 +201,7 @@ def _epsilon(counts: tuple[tuple[Release, int], ...], delta: float, accountant: 
         return 0.0
     if accountant == "pld":
         distributions = [_loss_distribution(release).self_compose(count) for release, count in counts]
-        return float(reduce(lambda total, part: total.compose(part), distributions).get_epsilon_for_delta(delta))
+        return float(reduce(lambda first, second: first.compose(second), distributions).get_epsilon_for_delta(delta))
     package = require_package("dp_accounting", _PURPOSE, "privacy")
     renyi = package.rdp.RdpAccountant()
     with _without_order_warnings():

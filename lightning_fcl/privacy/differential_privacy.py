@@ -169,7 +169,7 @@ class PrivacyAccount:
     Attributes:
         settings: The settings.
         num_clients: Number of clients of the federation. 0 before `start`.
-        sampling_prob: Probability that a client is drawn for a round.
+        sampling_prob: Probability that a client is sampled for a round.
         noise_multiplier: Noise multiplier of each round's release.
         max_uses: Maximum number of rounds that can use data of the same unit.
         ledger: The ledger.
@@ -239,7 +239,7 @@ class PrivacyAccount:
 
         Args:
             num_clients: Number of clients of the federation.
-            sampling_prob: Probability that a client is drawn for a round. 1: all clients.
+            sampling_prob: Probability that a client is sampled for a round. 1: all clients.
             num_rounds: Number of rounds of the stream.
             num_units: Number of units. None: the number of clients.
             max_uses: Maximum number of rounds that can use data of the same unit. 0: all rounds.

@@ -51,7 +51,7 @@ def check_private_settings(
     if not is_full and not isinstance(participation, Poisson):
         raise InvalidValueError(
             f"Expected `participation` to be 1.0 or `Poisson(...)` with `privacy`, but got {participation}.",
-            hint="Draw each client independently, for example with `participation=Poisson(0.3)`.",
+            hint="Sample each client independently, for example with `participation=Poisson(0.3)`.",
             argument="participation",
             value=participation,
         )
@@ -66,7 +66,7 @@ def check_private_settings(
     for name, setting in (("swarm", swarm), ("synchronization", synchronization)):
         if setting is not None:
             raise InvalidValueError(
-                f"Expected no `{name}` with `privacy`, because the clients of a round must be drawn independently of "
+                f"Expected no `{name}` with `privacy`, because the clients of a round must be sampled independently of "
                 f"their data and speed, but got a `{type(setting).__name__}`.",
                 hint=f"Remove `{name}`.",
                 argument=name,

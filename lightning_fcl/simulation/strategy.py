@@ -79,7 +79,7 @@ class FederatedStrategy(RanksStrategy):
     Args:
         participation: Share or number of clients that are sampled for each round. A float is a share of all clients,
             and an int is a number of clients. At least one client is sampled. 1.0 is all clients and 1 is one client.
-            `lightning_fcl.Poisson` draws each client independently.
+            `lightning_fcl.Poisson` samples each client independently.
             In asynchronous rounds, ``participation`` is the share or number of clients that train at the same time.
         local_epochs: Passes over a client's data per round.
         client_weights: Weight of a client in means: ``"samples"``, ``"trained_samples"``, ``"uniform"``, or a dict with
