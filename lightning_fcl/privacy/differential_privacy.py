@@ -279,7 +279,8 @@ class PrivacyAccount:
             InvalidStateError: If a release of the checkpoint is missing.
         """
         path = Path(self.settings.ledger) if self.settings.ledger is not None else None
-        self.ledger = PrivacyLedger(path, is_writer)
+        if path is not None:  # A ledger in memory keeps the releases of earlier fits with the same strategy.
+            self.ledger = PrivacyLedger(path, is_writer)
         if other_units := self.ledger.units - {self.settings.unit}:
             raise InvalidStateError(
                 f"Expected a privacy ledger whose releases have the unit {self.settings.unit}, but {path} contains "

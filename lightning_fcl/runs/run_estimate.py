@@ -126,7 +126,8 @@ class PrintEstimate(Callback):
             condition = " if all rounds are like the first" if varies else ""
             communication = f"{format_value(nbytes, 'B')} of communication{condition}, "
         totals = f"{communication}{format_value(final_size, 'B')} on disk"
-        print(f"Estimate: about {_duration(seconds)} left, in total {totals}", file=sys.stderr, flush=True)
+        if num_first_samples:  # With Poisson sampling, the first round can have no client. The time is then not known.
+            print(f"Estimate: about {_duration(seconds)} left, in total {totals}", file=sys.stderr, flush=True)
         growth, free = final_size - current_size, free_bytes(self._folder)
         if growth > free:
             log.warning(

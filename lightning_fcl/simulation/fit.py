@@ -133,5 +133,7 @@ def take_over_steps(federation: Federation, trainer: L.Trainer) -> None:
     trainer.accumulate_grad_batches = 1
     # Each round has a new train loader. Rounds may be short and differ in length, so Lightning's warnings do not apply.
     trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
-    for message in ("The number of training batches", "You're resuming from a checkpoint that ended before"):
+    messages = ("The number of training batches", "You're resuming from a checkpoint that ended before")
+    # A round without clients in this process has one empty batch.
+    for message in (*messages, "train_dataloader yielded None"):
         warnings.filterwarnings("ignore", message)

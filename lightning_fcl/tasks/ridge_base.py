@@ -418,7 +418,8 @@ class RidgeTrainer:
     def finish(self) -> LocalResult:
         module = self.module
         for client_round, n in zip(self.client_rounds, self._n, strict=True):
-            if module.upload != "weights" and n < module.min_samples and client_round.client_id not in self._warned:
+            reveals = module.upload != "weights" and module.privacy is None and n < module.min_samples
+            if reveals and client_round.client_id not in self._warned:
                 self._warned.add(client_round.client_id)
                 log.warning(
                     "Client %s uploads statistics that can reveal its data. The number of samples is %d, below "

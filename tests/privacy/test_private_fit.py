@@ -3,6 +3,7 @@
 import inspect
 import logging
 
+import lightning.pytorch as L
 import numpy as np
 import pytest
 import torch
@@ -178,6 +179,16 @@ def test_resumed_fit_has_the_same_bits_and_is_charged_once(fit, make_task, make_
         # A repeated round of the same run is charged once, and a run with other settings is charged in addition.
         repeated, _ = run(6, "part", "d", tmp_path / "b" / "last.ckpt")
         assert equal(whole, repeated) and len(PrivacyLedger(tmp_path / "part")) == 6
+
+
+def test_second_fit_with_the_same_strategy_is_charged_in_addition(quiet, make_task, make_stream):
+    trainer = L.Trainer(strategy=FederatedStrategy(privacy=private()), max_epochs=2, **quiet)
+    task = make_task()
+    trainer.fit(task, datamodule=make_stream())
+    trainer.fit_loop.epoch_progress.reset()
+    trainer.fit(task, datamodule=make_stream())
+    account = trainer.strategy.federation.privacy
+    assert account.epsilon() == compute_epsilon([Release(1.0)] * 4, 1e-2)
 
 
 def test_ledger_counts_runs_with_other_settings(fit, make_task, make_stream, tmp_path):
