@@ -20,8 +20,10 @@ from lightning_fcl import (
     FederatedStream,
     Poisson,
     RidgeClassifier,
+    Stage,
     Swarm,
     TopK,
+    UploadTransform,
 )
 from lightning_fcl.callbacks import FedCBDR, FedNova, FedProx, Replay
 from lightning_fcl.data.partition import IID
@@ -50,6 +52,12 @@ def fit_private(lab, task=None, privacy=None, **options):
 
 def make_strategy(lab, **options):
     return FederatedStrategy(privacy=private(), **options)
+
+
+class AddsNoise(UploadTransform):
+    """A transform of the stage noise."""
+
+    stage = Stage.NOISE
 
 
 class Scheduled(Classifier):
@@ -318,6 +326,13 @@ ROWS: dict[str, Row] = {
         argument="client_weights",
     ),
     "swarm with privacy": Row(make_strategy, {"swarm": Swarm()}, {"swarm": None}, "Remove `swarm`.", argument="swarm"),
+    "own noise with privacy": Row(
+        make_strategy,
+        {"upload_transforms": [AddsNoise()]},
+        {"upload_transforms": []},
+        "Remove `AddsNoise`.",
+        argument="upload_transforms",
+    ),
     "integers with privacy": Row(
         lambda lab, **words: fit_private(lab, HalfIntegers(), **words),
         {"reductions": {}},

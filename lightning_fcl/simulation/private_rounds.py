@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 import numpy as np
@@ -27,6 +28,7 @@ from lightning_fcl.federation.protocols import RoundEndListener
 from lightning_fcl.federation.server_optimizer import get_settings
 from lightning_fcl.federation.swarm import Swarm
 from lightning_fcl.federation.synchronization import Poisson, Synchronization
+from lightning_fcl.federation.uploads import Stage, UploadTransform
 from lightning_fcl.methods.base import MethodBase
 from lightning_fcl.methods.functional import trainable_parameters
 from lightning_fcl.methods.method_round import server_entries
@@ -45,6 +47,7 @@ def check_private_settings(
     client_weights: ClientWeights | None,
     swarm: Swarm | None,
     synchronization: Synchronization | None,
+    transforms: Sequence[UploadTransform] = (),
 ) -> None:
     """Raise InvalidValueError if differential privacy does not support a setting of the strategy."""
     is_full = isinstance(participation, float) and participation == 1.0
@@ -63,6 +66,16 @@ def check_private_settings(
             argument="client_weights",
             value=client_weights,
         )
+    for transform in transforms:
+        if transform.stage not in (Stage.COMPRESSION, Stage.COUNT):
+            raise InvalidValueError(
+                "Expected `upload_transforms` of the stages compression and count with `privacy`, because other "
+                f"transforms could change clipped updates, but got a `{type(transform).__name__}` of the stage "
+                f"{transform.stage.name.lower()}.",
+                hint=f"Remove `{type(transform).__name__}`.",
+                argument="upload_transforms",
+                value=type(transform).__name__,
+            )
     for name, setting in (("swarm", swarm), ("synchronization", synchronization)):
         if setting is not None:
             raise InvalidValueError(

@@ -168,7 +168,7 @@ class FederatedStrategy(RanksStrategy):
         transforms = [*([] if compression is None else [compression]), *upload_transforms]
         account = None
         if privacy is not None:
-            check_private_settings(participation, client_weights, swarm, synchronization)
+            check_private_settings(participation, client_weights, swarm, synchronization, upload_transforms)
             account = PrivacyAccount(privacy)
             private_transforms = [ClipUpdates(account), AddNoise(account)]
             transforms = sorted([*transforms, *private_transforms], key=lambda transform: transform.stage)
