@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import lightning_fcl
-from lightning_fcl import AdaptiveClip, FederatedStrategy, FederatedStream, callbacks, models
+from lightning_fcl import FederatedStrategy, FederatedStream, callbacks, models
 from lightning_fcl.data import partition, scenarios, split
 from lightning_fcl.deployment import deployment_server
 from lightning_fcl.edge import report
@@ -130,8 +130,7 @@ OBJECTS = {
     str: "MLP",
     tuple[str, ...]: ("a",),
     dict[str, int]: {"tcdm": 4},
-    typing.Literal["client"]: "client",
-    float | AdaptiveClip: 1.0,
+    typing.Literal["client", "sample"]: "client",
 }
 
 
