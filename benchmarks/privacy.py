@@ -71,7 +71,7 @@ def train_network(epsilon, settings, seed):
 def train_ridge(epsilon, scenario, seed):
     """Train the ridge regression. Return the accuracy on the test samples, and the processor time."""
     stream = FederatedStream("digits", scenario, IID(100), batch_size=64, seed=seed)
-    task = RidgeClassifier(Pixels(), 10, beta=0.1, unit_norm=True)
+    task = RidgeClassifier(Pixels(), 10, beta=0.1, unit_norm=True, min_samples=1)
     seconds = fit(task, stream, DifferentialPrivacy("sample", DELTA, epsilon=epsilon) if epsilon else None, seed)
     return accuracy(task, stream, stream.plan.test), seconds
 
@@ -124,7 +124,8 @@ def main():
     parser.add_argument("--only", choices=("network", "ridge", "cost"))
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     torch.set_num_threads(1)
     print(f"{platform.machine()}, {options.seeds} seeds, delta {DELTA:g}\n")
     tables = {"network": network_table, "ridge": ridge_table, "cost": cost_table}

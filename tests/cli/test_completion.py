@@ -40,7 +40,7 @@ def script(tmp_path_factory):
         ("lightning-fcl", "", {*COMMANDS}),
         ("lightning-fcl re", "yes", {"report", "reproduce"}),
         ("lightning-fcl fit", "", {*list_recipes()}),
-        ("lightning-fcl fit qui", "yes", {"quickstart"}),
+        ("lightning-fcl fit qui", "yes", {"quickstart", "quickstart-private"}),
         ("lightning-fcl fit flwf/flwf-2t-", "yes", {n for n in list_recipes() if n.startswith("flwf/flwf-2t-")}),
         ("lightning-fcl validate mi", "yes", {"mine.yaml"}),
         ("lightning-fcl fit --seed_", "yes", {"--seed_everything"}),
