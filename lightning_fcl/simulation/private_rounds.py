@@ -251,8 +251,15 @@ def _check_method(federation: Federation, method: MethodBase) -> None:
 
 def _settings_hash(federation: Federation) -> str:
     """Return a hash of the settings and the initial state, which define the bits of each release."""
-    optimizers = [get_settings(optimizer) for optimizer in federation.optimizers]
-    content = {"settings": federation_fingerprint(federation), "optimizers": optimizers, "seed": global_seed()}
+    trainer = federation.module.trainer
+    content = {
+        "settings": federation_fingerprint(federation),
+        "optimizers": [get_settings(optimizer) for optimizer in federation.optimizers],
+        "schedules": [get_settings(config.scheduler) for config in trainer.lr_scheduler_configs],
+        "gradient_clip": (trainer.gradient_clip_val, trainer.gradient_clip_algorithm),
+        "precision": trainer.precision,
+        "seed": global_seed(),
+    }
     digest = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode())
     state: State = state_tensors(federation.module)
     for name, value in state.items():

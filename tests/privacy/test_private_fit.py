@@ -209,6 +209,14 @@ def test_ledger_counts_runs_with_other_settings(fit, make_task, make_stream, tmp
     assert len(PrivacyLedger(tmp_path / "ledger")) == 5
 
 
+def test_fit_with_another_gradient_clip_is_charged_in_addition(fit, make_task, make_stream, tmp_path):
+    for gradient_clip_val in (None, 0.1, 0.1):
+        settings = private(ledger=str(tmp_path / "ledger"))
+        options = {"gradient_clip_val": gradient_clip_val}
+        fit(make_task(), make_stream(num_clients=4), privacy=settings, trainer_args=options)
+    assert len(PrivacyLedger(tmp_path / "ledger")) == 4
+
+
 def test_checkpoint_without_its_ledger_raises(fit, make_task, make_stream, tmp_path):
     def run(max_epochs, name, ckpt_path=None):
         saving = ModelCheckpoint(tmp_path, "last", enable_version_counter=False)
