@@ -191,13 +191,18 @@ class PrivacyAccount:
 
     @property
     def release(self) -> Release | None:
-        """The release of each round, as the accountant counts it. None: there is no noise.
+        """The release of each round, as the accountant counts it. None: there is no noise."""
+        if self.noise_multiplier == 0:
+            return None
+        return Release(self.noise_multiplier, self._accounted_prob)
+
+    @property
+    def _accounted_prob(self) -> float:
+        """The sampling probability that the accountant uses.
 
         With ``noise="client"``, the sampling of clients gives no amplification: the server sees who takes part.
         """
-        if self.noise_multiplier == 0:
-            return None
-        return Release(self.noise_multiplier, self.sampling_prob if self.settings.noise == "server" else 1.0)
+        return self.sampling_prob if self.settings.noise == "server" else 1.0
 
     @property
     def indicator_noise(self) -> float:
@@ -221,8 +226,8 @@ class PrivacyAccount:
     def summed_deviation(self) -> float:
         """Standard deviation of the noise in a sum over all releases so far, for elements with the factor 1."""
         num_noises = 1.0 if self.settings.noise == "server" else self.expected_clients
-        number = sum(charge.settings == self._hash for charge in self.ledger.charges)
-        return self.update_noise_multiplier * self.fixed_norm * math.sqrt(number * num_noises)
+        num_releases = self.ledger.num_charges(self._hash)
+        return self.update_noise_multiplier * self.fixed_norm * math.sqrt(num_releases * num_noises)
 
     @property
     def fixed_norm(self) -> float:
@@ -254,9 +259,8 @@ class PrivacyAccount:
             self.noise_multiplier = settings.noise_multiplier
         else:
             assert settings.epsilon is not None  # `DifferentialPrivacy` checks this
-            amplified = sampling_prob if settings.noise == "server" else 1.0
             self.noise_multiplier = find_noise_multiplier(
-                settings.epsilon, settings.delta, self.max_uses, amplified, settings.accountant
+                settings.epsilon, settings.delta, self.max_uses, self._accounted_prob, settings.accountant
             )
         if 0 < 2 * self.indicator_noise <= self.noise_multiplier:
             raise InvalidValueError(
@@ -366,8 +370,7 @@ class PrivacyAccount:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of charges of this run and the hash of its settings, for a checkpoint."""
-        number = sum(charge.settings == self._hash for charge in self.ledger.charges)
-        return {"settings": self._hash, "charges": number}
+        return {"settings": self._hash, "charges": self.ledger.num_charges(self._hash)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the values of a checkpoint. Call this before `open_ledger`."""

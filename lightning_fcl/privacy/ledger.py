@@ -88,6 +88,10 @@ class PrivacyLedger:
                 counts[charges[0].release] += min(len(charges), charges[0].max_uses)
         return counts
 
+    def num_charges(self, settings: str) -> int:
+        """Return the number of charges of the run with the given hash of the settings."""
+        return sum(charge.settings == settings for charge in self.charges)
+
     @property
     def units(self) -> set[str]:
         """The units of all charges."""
@@ -109,7 +113,7 @@ class PrivacyLedger:
         return True
 
     def check_contains(self, num_charges: int, settings: str) -> None:
-        """Check that the ledger contains the charges of a checkpoint. A ledger in memory gets these charges.
+        """Check that the ledger contains the charges of a checkpoint.
 
         Args:
             num_charges: Number of charges with these settings when the checkpoint was saved.
@@ -118,8 +122,7 @@ class PrivacyLedger:
         Raises:
             InvalidStateError: If the ledger has fewer charges.
         """
-        num_found = sum(charge.settings == settings for charge in self.charges)
-        if num_found < num_charges:
+        if (num_found := self.num_charges(settings)) < num_charges:
             raise InvalidStateError(
                 f"Expected a privacy ledger with at least {num_charges} releases of this run, as in the checkpoint, "
                 f"but {self.path} contains {num_found}.",

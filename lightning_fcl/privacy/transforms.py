@@ -116,7 +116,7 @@ class PrivateTransform(UploadTransform):
 
 
 class ClipUpdates(PrivateTransform):
-    """A transform that scales the update of each client to at most the maximum norm.
+    """A transform that scales the update of each client to at most the maximum norm, with ``unit="client"``.
 
     Args:
         account: The account of the federation.
@@ -212,10 +212,10 @@ class AddNoise(PrivateTransform):
         """Charge the release, add the noise, and set the denominators to the expected number of clients."""
         account = self._account
         account.charge(sums.round)
-        for name in self.setting.changing:
+        adds_noise = account.settings.noise == "server" and account.noise_multiplier > 0
+        for name in self.setting.changing if adds_noise else ():
             value = sums.values[name]
-            if account.settings.noise == "server" and account.noise_multiplier:
-                sums.values[name] = value.double() + self.standard_deviation(name) * self._noise(value, name)
+            sums.values[name] = value.double() + self.standard_deviation(name) * self._noise(value, name)
         for name, reduction in self.setting.reductions.items():
             if name in sums.denominators and reduction.weighted:
                 sums.denominators[name] = account.expected_clients
